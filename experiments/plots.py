@@ -1,0 +1,149 @@
+"""Figures from a run's records. Each function returns a matplotlib Figure and needs no display."""
+
+from __future__ import annotations
+
+import io
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from experiments.tables import size_label
+from fcomm.errors import RecordError
+from fcomm.protocols import protocols
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from fcomm.records import Run
+
+# Okabe and Ito's palette: told apart by readers with any colour vision; markers carry the same distinction in grey.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
+DASHES = ("-", "--", ":", "-.")
+PANELS_IN_A_ROW = 4
+
+
+def style(protocol: str) -> dict[str, Any]:
+    """Colour and marker of a protocol: its own in every figure, whatever else is drawn."""
+    names = list(protocols())
+    k = names.index(protocol) if protocol in names else len(names)
+    return {"color": COLOURS[k % len(COLOURS)], "marker": MARKERS[k % len(MARKERS)]}
+
+
+def latency(run: Run, mode: str | None = None, collective: str = "all_reduce") -> Figure:
+    """Latency over message size: a panel for each rank count, a line for each protocol, 95 % intervals as bands.
+
+    mode : the kind of latency; the run's first if not named. Several dtypes are told apart by dashes. Raises
+    `RecordError` where the run has nothing of that kind, or is time-sliced.
+    """
+    from matplotlib.figure import Figure
+
+    frame = run.for_figures()
+    frame = frame[frame["collective"] == collective]
+    if mode is None and len(frame):
+        mode = str(frame["mode"].iloc[0])
+    frame = frame[frame["mode"] == mode]
+    if frame.empty:
+        raise RecordError(f"{run.path} has no {mode or ''} times of {collective}".replace("  ", " "))
+
+    counts = sorted(int(n) for n in frame["ranks"].unique())
+    columns = min(len(counts), PANELS_IN_A_ROW)
+    rows = -(-len(counts) // columns)
+    figure = Figure(figsize=(max(4.2 * columns, 6.6), 3.6 * rows + 1.1), dpi=150, layout="constrained")
+    axes = figure.subplots(rows, columns, sharey=True, squeeze=False)
+    for axis, n in itertools.zip_longest(axes.flat, counts):
+        if n is None:
+            axis.set_visible(False)
+            continue
+        _latency_panel(axis, frame[frame["ranks"] == n], len(frame["dtype"].unique()) > 1)
+        axis.set_title(f"{n} {'rank' if n == 1 else 'ranks'}", fontsize=10)
+    for axis in axes[:, 0]:
+        axis.set_ylabel("latency (µs), slowest rank")
+    _legend(figure, axes)
+    dtypes = ", ".join(sorted(frame["dtype"].unique()))
+    figure.suptitle(
+        f"{collective.replace('_', '-')} latency, {dtypes}, mode {mode}\n{run.taken_on}", fontsize=10
+    )
+    launches = int(frame["launches"].max())
+    calls = f"{int(frame['iterations'].min())} to {int(frame['iterations'].max())}"
+    figure.supxlabel(
+        f"message size\n\nMedian over {calls} calls of the slowest rank; bands: 95 % interval of the median; "
+        f"{launches} {'launch' if launches == 1 else 'launches'}",
+        fontsize=8,
+    )
+    return figure
+
+
+def _latency_panel(axis: Axes, frame: Any, several_dtypes: bool) -> None:
+    order = {name: k for k, name in enumerate(protocols())}
+    dtypes = sorted(frame["dtype"].unique())
+    for protocol in sorted(frame["protocol"].unique(), key=lambda p: order.get(p, len(order))):
+        for dtype in dtypes:
+            of_it = frame[(frame["protocol"] == protocol) & (frame["dtype"] == dtype)]
+            # Where launch shapes were searched, the line is that of the best one at each size.
+            line = of_it.sort_values("latency_us").drop_duplicates("nbytes").sort_values("nbytes")
+            if line.empty:
+                continue
+            x = line["nbytes"].to_numpy(float)
+            look = style(protocol)
+            label = f"{protocol}, {dtype}" if several_dtypes else protocol
+            dash = DASHES[dtypes.index(dtype) % len(DASHES)]
+            axis.plot(
+                x, line["latency_us"], label=label, linestyle=dash, markersize=4.5, linewidth=1.4, **look
+            )
+            axis.fill_between(
+                x, line["low_us"], line["high_us"], color=look["color"], alpha=0.22, linewidth=0
+            )
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log")
+    _size_ticks(axis, sorted(int(b) for b in frame["nbytes"].unique()))
+    _plain_microseconds(axis)
+    axis.grid(visible=True, which="major", color="0.85", linewidth=0.6)
+    axis.grid(visible=True, which="minor", axis="y", color="0.93", linewidth=0.4)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def _size_ticks(axis: Axes, sizes: list[int]) -> None:
+    """Labels at measured sizes only, as many as there is room for; the first and the last always."""
+    step = max(1, -(-(len(sizes) - 1) // 5))
+    shown = (
+        sizes[::step]
+        if (len(sizes) - 1) % step == 0
+        else [*sizes[: len(sizes) - step // 2 - 1 : step], sizes[-1]]
+    )
+    axis.set_xticks(shown, [size_label(b) for b in shown], fontsize=7.5)
+    axis.set_xticks(sizes, [""] * len(sizes), minor=True)
+
+
+def _plain_microseconds(axis: Axes) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    low, high = axis.get_ylim()
+    wide = high / low > 30
+    axis.yaxis.set_major_locator(LogLocator(base=10, subs=(1.0,) if wide else (1.0, 2.0, 5.0)))
+    axis.yaxis.set_major_formatter(
+        FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}")
+    )
+    axis.yaxis.set_minor_locator(LogLocator(base=10, subs=tuple(np.arange(2.0, 10.0))))
+    axis.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _legend(figure: Figure, axes: Any) -> None:
+    """In the first panel, where small messages leave room above; beside the panels when there are many lines."""
+    entries = {}
+    for axis in axes.flat:
+        entries.update(dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True)))
+    lines, names = list(entries.values()), list(entries)
+    if len(names) <= 4:
+        axes.flat[0].legend(lines, names, loc="upper left", fontsize=8.5, framealpha=0.85, edgecolor="0.85")
+    else:
+        figure.legend(lines, names, loc="outside right upper", fontsize=8.5, frameon=False)
+
+
+def png(figure: Figure) -> bytes:
+    """The figure as the bytes of a PNG file."""
+    content = io.BytesIO()
+    figure.savefig(content, format="png")
+    return content.getvalue()

@@ -1,0 +1,277 @@
+"""What a sweep is asked to cover: the command line, its bad input, and the dry run. Needs no MPI."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from experiments.tables import parse_size, size_label
+from fcomm import measure, selector, settings
+from fcomm.dtypes import reducible
+from fcomm.errors import ArgumentError, RecordError
+from fcomm.measure import COPY, MODES
+from fcomm.protocols import protocol, protocols
+
+COLLECTIVE = "all_reduce"
+DEFAULT_SIZES = "1K..1M"
+DEFAULT_BUDGET = "60s"
+LARGEST = 64 << 20
+MOST_RANKS = 1024
+FINISH_S = 6.0
+"""Kept for records, table and figure; importing pandas and matplotlib is most of it."""
+CHECKING_SHARE = 0.45
+"""Of the budget: checking may take that much before sizes are dropped for it."""
+TIMING_SHARE = 0.85
+"""Of what is left after checking: a machine that others use too is slower than it was when it was asked."""
+
+
+# ---- what is asked for -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a sweep is to cover; kept in run.json, and all that a resumed run needs to know."""
+
+    sizes: tuple[int, ...]
+    ranks: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    protocols: tuple[str, ...]
+    """Empty: all that are admitted."""
+    modes: tuple[str, ...]
+    budget_s: float
+    seed: int
+    backend: str
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> Request:
+        """The request that run.json has; `RecordError` where it is another version's."""
+        try:
+            values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in content.items()}
+            return cls(**values)
+        except TypeError:
+            raise RecordError(
+                "the run's request is not one that this version of the sweep understands"
+            ) from None
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ArgumentError(f"{message} (--help lists the options)")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options of the sweep. What is wrong with them is an `ArgumentError`."""
+    p = _Parser(
+        prog="mpirun -n N python -m experiments.sweep",
+        description="Measure all-reduce over message sizes, rank counts and protocols.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    p.add_argument(
+        "--sizes", metavar="LIST", help=f"bytes of a message: 1K,4K,64K or 1K..1M, doubling ({DEFAULT_SIZES})"
+    )
+    p.add_argument(
+        "--ranks",
+        metavar="LIST",
+        help="rank counts: 2,4,8 or 2..8 (powers of two, and all that were started)",
+    )
+    p.add_argument(
+        "--dtypes", metavar="LIST", help="element types: float32, float16, bfloat16, int32 (float32)"
+    )
+    p.add_argument(
+        "--protocols", metavar="LIST", help="names as in `python -m fcomm info` (all that are admitted)"
+    )
+    p.add_argument(
+        "--modes",
+        metavar="LIST",
+        help="; ".join(f"{m.name}: {m.meaning}" for m in MODES.values()) + " (host)",
+    )
+    p.add_argument(
+        "--backend", choices=("auto", "cpu", "cuda"), help="auto: cuda where there is a GPU (auto)"
+    )
+    p.add_argument(
+        "--budget", metavar="TIME", help=f"for everything from start to figure: 60s, 10m ({DEFAULT_BUDGET})"
+    )
+    p.add_argument("--seed", type=int, metavar="INT", help="of the data and of the order of candidates (0)")
+    p.add_argument("--out", type=Path, metavar="DIR", help="folder for runs (results)")
+    p.add_argument(
+        "--resume", type=Path, metavar="RUN", help="finish an interrupted run, as it was asked for"
+    )
+    p.add_argument("--dry-run", action="store_true", help="list the cases and the expected time; run nothing")
+    return p
+
+
+def parse_time(text: str) -> float:
+    """Seconds of `90`, `60s`, `10m`, `1h`."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", text.strip())
+    seconds = float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]] if found else 0.0
+    if not seconds > 0:
+        raise ArgumentError(f"--budget {text!r} is not a time: use 60s, 10m or 1h")
+    return seconds
+
+
+def _items(option: str, text: str) -> list[str]:
+    items = [item.strip() for item in text.split(",")]
+    if not all(items):
+        raise ArgumentError(f"{option} {text!r} has an empty item")
+    return items
+
+
+def parse_sizes(text: str) -> tuple[int, ...]:
+    """Bytes, ascending and each once. `a..b` doubles from a while it does not pass b."""
+    found: set[int] = set()
+    for item in _items("--sizes", text):
+        first, dots, last = item.partition("..")
+        low = parse_size(first)
+        high = parse_size(last) if dots else low
+        if high < low:
+            raise ArgumentError(f"--sizes {item!r} runs backwards: write {last}..{first}")
+        if high > LARGEST:
+            raise ArgumentError(
+                f"--sizes {item!r} is beyond {size_label(LARGEST)}, the largest message of the sweep"
+            )
+        while low <= high:
+            found.add(low)
+            low *= 2
+    return tuple(sorted(found))
+
+
+def parse_ranks(text: str, started: int | None) -> tuple[int, ...]:
+    """Rank counts, ascending and each once. started : ranks that there are; None does not look."""
+    found: set[int] = set()
+    for item in _items("--ranks", text):
+        bounds = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", item)
+        low, high = (int(bounds[1]), int(bounds[2] or bounds[1])) if bounds else (0, 0)
+        if low < 1 or high < low or high > MOST_RANKS:
+            raise ArgumentError(
+                f"--ranks {item!r} is not a number of ranks: use a list such as 2,4,8 or 2..8"
+            )
+        found.update(range(low, high + 1))
+    if started is not None and max(found) > started:
+        more = (
+            f"--ranks asks for {max(found)} ranks and {started} {'was' if started == 1 else 'were'} started"
+        )
+        raise ArgumentError(f"{more}: use mpirun -n {max(found)}")
+    return tuple(sorted(found))
+
+
+def default_ranks(started: int) -> tuple[int, ...]:
+    """2, 4, 8, ... as far as ranks were started, and all of them."""
+    return tuple(sorted({started} | {2**k for k in range(1, 11) if 2**k <= started}))
+
+
+def _known(option: str, names: list[str], known: Sequence[str]) -> tuple[str, ...]:
+    for name in names:
+        if name not in known:
+            raise ArgumentError(f"{option} {name!r} is not known; use {', '.join(known)}")
+    return tuple(dict.fromkeys(names))
+
+
+def build_request(args: argparse.Namespace, started: int) -> Request:
+    """The request of the command line; `ArgumentError` or `NotAdmittedError` for nonsense."""
+    sizes = parse_sizes(args.sizes or DEFAULT_SIZES)
+    dtypes = tuple(dict.fromkeys(reducible(d).name for d in _items("--dtypes", args.dtypes or "float32")))
+    for dtype in dtypes:
+        itemsize = reducible(dtype).itemsize
+        for nbytes in sizes:
+            if nbytes % itemsize:
+                raise ArgumentError(
+                    f"--sizes {nbytes} is no whole number of {dtype} elements of {itemsize} bytes"
+                )
+    names = [] if args.protocols is None else _items("--protocols", args.protocols)
+    for name in names:
+        if protocol(name).collective != COLLECTIVE:
+            raise ArgumentError(
+                f"--protocols {name!r} is for {protocol(name).collective}, and this sweep is of {COLLECTIVE}"
+            )
+    # A dry run shows what would be done, also where nobody started the ranks for it.
+    dry = bool(args.dry_run)
+    if args.ranks is not None:
+        ranks = parse_ranks(args.ranks, None if dry else started)
+    else:
+        ranks = default_ranks(8 if dry and started == 1 else started)
+    seed = 0 if args.seed is None else args.seed
+    if seed < 0:
+        raise ArgumentError(f"--seed {seed} is negative")
+    return Request(
+        sizes=sizes,
+        ranks=ranks,
+        dtypes=dtypes,
+        protocols=tuple(dict.fromkeys(names)),
+        modes=_known("--modes", _items("--modes", args.modes or "host"), list(MODES)),
+        budget_s=parse_time(args.budget or DEFAULT_BUDGET),
+        seed=seed,
+        backend=args.backend or "auto",
+    )
+
+
+def candidates(
+    request: Request, n: int, dtype: str, admitted: dict[str, str | None]
+) -> dict[str, str | None]:
+    """Protocols for a rank count and dtype, with the reason where one may not run."""
+    if n == 1:
+        return {COPY: None}
+    if request.protocols:
+        return {name: admitted[name] for name in request.protocols}
+    return {name: None for name, reason in admitted.items() if reason is None}
+
+
+# ---- a dry run -------------------------------------------------------------------------------------------------------
+
+# Seconds of one emulated call among n ranks: (a + b x nbytes) x n x n / cores in use, from a sweep on two cores.
+EMULATED_CALL_S = 40e-6
+EMULATED_BYTE_S = 3.5e-9
+GPU_CALL_S = 60e-6
+START_S = 8.0
+
+
+def expected_call_s(backend: str, cores: int, n: int, nbytes: int) -> float:
+    """A rough guess at one call, for a dry run alone: a sweep measures before it plans."""
+    if backend == "cuda":
+        return GPU_CALL_S + nbytes * n / 50e9
+    return (EMULATED_CALL_S + EMULATED_BYTE_S * nbytes) * n * n / min(cores, n)
+
+
+def dry_run(request: Request) -> str:
+    """The cases and the expected time, as text."""
+    backend = request.backend if request.backend != "auto" else settings.backend()
+    if backend == "auto":
+        from fcomm.backends import cuda
+
+        backend = "cuda" if cuda.device_count() else "cpu"
+    cores = len(os.sched_getaffinity(0))
+    every_need = frozenset[str]().union(*(p.needs for p in protocols().values()))
+    lines: list[str] = []
+    costs: dict[tuple[int, str, int], tuple[float, int]] = {}
+    for n in request.ranks:
+        for dtype in request.dtypes:
+            admitted = selector.candidates(COLLECTIVE, dtype, max(n, 2), every_need)
+            for nbytes in request.sizes:
+                names = [c for c, reason in candidates(request, n, dtype, admitted).items() if reason is None]
+                cost = expected_call_s(backend, cores, n, nbytes)
+                count = len(names) * len(request.modes)
+                costs[n, dtype, nbytes] = (cost * count, count)
+                lines += [
+                    f"{n:8d} {size_label(nbytes):>10s} {dtype:>11s}  {name:<20s}  {mode:<9s} ~ {cost * 1e6:,.0f} us"
+                    for name in names
+                    for mode in request.modes
+                ]
+    checking = sum(cost for cost, _ in costs.values()) * (measure.CHECKED_CALLS + 2)
+    available = (request.budget_s - START_S - FINISH_S - checking) * TIMING_SHARE
+    plan = measure.plan_iterations(costs, available)
+    timing = sum(measure.point_seconds(costs[p][0], k, costs[p][1], 2e-3) for p, k in plan.items() if k)
+    dropped = sum(costs[p][1] for p, k in plan.items() if not k)
+    total = min(START_S + FINISH_S + checking + timing, request.budget_s)
+    note = f"; {dropped} would not fit" if dropped else ""
+    end = (
+        f"{len(lines)} cases on the {backend} backend; expected time about {total:.0f} s, at most the budget of "
+        f"{request.budget_s:.0f} s{note}"
+    )
+    return "\n".join(
+        ["#  ranks       size        type  protocol              mode      a call, roughly", *lines, end]
+    )

@@ -1,0 +1,23 @@
+"""flash-comm: all-reduce and all-gather between the GPUs of one server, for messages of a few KiB to a MiB."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fcomm import errors
+from fcomm.protocols import protocols
+
+if TYPE_CHECKING:
+    from fcomm.communicator import Communicator
+
+__version__ = "0.1.0"
+__all__ = ["Communicator", "__version__", "errors", "protocols"]
+
+
+def __getattr__(name: str) -> Any:
+    # Records, models and the registry are of use where no MPI library is; only a communicator needs one.
+    if name == "Communicator":
+        from fcomm.communicator import Communicator
+
+        return Communicator
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

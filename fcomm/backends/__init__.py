@@ -1,0 +1,1 @@
+"""Where kernels run: `cpu` (MPI ranks on host cores) and `cuda`. Nothing above this package knows which one it uses."""

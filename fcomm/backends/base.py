@@ -1,0 +1,111 @@
+"""What the communicator asks of a backend. One small interface; cpu, cuda and the simulator implement it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fcomm.layout import SlabLayout
+from fcomm.source import Specialisation
+
+
+@dataclass(frozen=True)
+class View:
+    """A caller's array as kernels see it: an address, and what is there.
+
+    `dtype` is the element type's name as NumPy (or ml_dtypes) spells it; `nbytes` is its size without gaps.
+    """
+
+    address: int
+    nbytes: int
+    count: int
+    dtype: str
+    shape: tuple[int, ...]
+    contiguous: bool
+    owner: Any
+    """The array itself; kept alive by whoever keeps the view."""
+
+
+@dataclass(frozen=True)
+class LaunchShape:
+    """Blocks and threads per block of a grid."""
+
+    blocks: int
+    threads: int
+
+
+class Kernel(Protocol):
+    """A compiled specialisation."""
+
+    def max_blocks(self, threads: int) -> int:
+        """Blocks of that many threads that this rank may have resident at a time."""
+
+
+class Backend(Protocol):
+    """One rank's view of the machine it runs on."""
+
+    name: str
+    capabilities: frozenset[str]
+
+    def prepare(self) -> None:
+        """Finds out what this rank lacks; raises `SetupError`. Called before anything collective."""
+
+    def allocate(self, layout: SlabLayout) -> list[int]:
+        """Collective: makes this rank's slab, cleared, and returns the address of every rank's slab."""
+
+    def error_address(self) -> int:
+        """Address, for kernels, of this rank's error records (one for each channel)."""
+
+    def error_records(self) -> NDArray[np.void]:
+        """The error records themselves, readable while a kernel runs. Shape (channels,), `layout.ERROR_DTYPE`."""
+
+    def reset(self, layout: SlabLayout) -> None:
+        """Puts this rank's slots, control words and error records into their first state. Nothing may be running."""
+
+    def control(self) -> NDArray[np.void]:
+        """A copy of the control words. Shape (channels,), `layout.CONTROL_DTYPE`. Waits for what is running."""
+
+    def write_control(self, words: NDArray[np.void]) -> None:
+        """Replaces the control words. Nothing may be running."""
+
+    def write_slab(self, offset: int, content: NDArray[np.uint8]) -> None:
+        """Overwrites part of this rank's slab: how a test plants old evidence. Nothing may be running."""
+
+    def kernel(self, spec: Specialisation) -> Kernel:
+        """Compiles a specialisation, or finds it compiled."""
+
+    def default_shape(self, cells: int) -> LaunchShape:
+        """Launch shape for that many cells when nobody asked for one; not clamped to what is resident."""
+
+    def launch(self, kernel: Any, shape: LaunchShape, params: NDArray[np.void], stream: Any) -> None:
+        """Starts a grid on a stream. `params` is copied before this returns."""
+
+    def copy(self, src: View, dst: View, stream: Any) -> None:
+        """Copies src.nbytes bytes on a stream."""
+
+    def view(self, x: Any) -> View:
+        """Looks at a caller's array; `ArgumentError` if it is not one that this backend's kernels can reach."""
+
+    def empty_like(self, x: Any, shape: tuple[int, ...]) -> Any:
+        """An uninitialised array of x's kind and dtype."""
+
+    def empty(self, count: int, dtype: str) -> Any: ...
+
+    def from_host(self, x: NDArray[Any]) -> Any: ...
+
+    def to_host(self, x: Any) -> NDArray[Any]: ...
+
+    def stream(self, x: Any, stream: Any) -> Any:
+        """The stream that a call on x uses when the caller named `stream` (None: the current one)."""
+
+    def synchronize(self) -> None:
+        """Waits for everything this rank has launched."""
+
+    def describe(self) -> dict[str, Any]:
+        """Facts about the machine, for records and `python -m fcomm info`."""
+
+    def close(self) -> None:
+        """Collective: unmaps peers' slabs, meets the other ranks, frees this rank's."""

@@ -1,0 +1,275 @@
+"""The cpu backend: MPI ranks on host cores, slabs in shared memory, one fiber for each CUDA thread.
+
+It runs the kernels' own text, compiled by the host's C++ compiler against ``kernels_cu/cpu``. Results are exact; times
+are times of an emulation.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+from filelock import FileLock
+from mpi4py import MPI
+from numpy.typing import NDArray
+
+from fcomm import settings
+from fcomm.backends.base import LaunchShape, View
+from fcomm.dtypes import REDUCIBLE
+from fcomm.errors import ArgumentError, SetupError
+from fcomm.layout import CONTROL_BYTES, CONTROL_DTYPE, ERROR_DTYPE, LINE, SlabLayout
+from fcomm.source import Specialisation
+
+# -ffp-contract=off: a fused multiply-add would round once where the contract rounds twice. -O1 halves the time to build.
+FLAGS = (
+    "-std=c++17",
+    "-O1",
+    "-fPIC",
+    "-shared",
+    "-ffp-contract=off",
+    "-fno-fast-math",
+    "-fno-strict-aliasing",
+    "-w",
+    "-fvisibility=hidden",
+)
+MAX_FIBERS = 2048
+DEFAULT_THREADS = 32
+DEFAULT_BLOCKS = 2
+
+
+@cache
+def find_compiler() -> str:
+    """Path of the host's C++ compiler; `SetupError` if there is none."""
+    wanted = settings.compiler()
+    for name in [wanted] if wanted else ["c++", "g++", "clang++"]:
+        path = shutil.which(name)
+        if path:
+            return path
+    raise SetupError(
+        f"the cpu backend needs a C++ compiler and found none ({wanted or 'c++, g++, clang++'}): install g++ or clang++, "
+        "or name one in FCOMM_CXX"
+    )
+
+
+@cache
+def _compiler_identity() -> str:
+    done = subprocess.run([find_compiler(), "--version"], capture_output=True, text=True, check=False)
+    return done.stdout.splitlines()[0] if done.stdout else find_compiler()
+
+
+def _private_folder(path: Path) -> Path:
+    """Makes a folder that only this user can write to; code is loaded from it."""
+    try:
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        info = path.stat()
+    except OSError as error:
+        raise SetupError(
+            f"cannot make the cache folder {path} ({error.strerror}): name another in FCOMM_CACHE_DIR"
+        ) from None
+    if info.st_uid != os.getuid() or info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise SetupError(f"the cache folder {path} can be written by others: name a private one in FCOMM_CACHE_DIR")
+    return path
+
+
+def build(spec: Specialisation, defines: tuple[str, ...] = ()) -> Path:
+    """Compiles a specialisation to a shared library, or finds it on disk.
+
+    Safe when ranks race: one builds, in a file of its own that is renamed when it is whole; the others wait for it.
+    """
+    text = "#define FC_CPU 1\n" + "".join(f"#define {d}\n" for d in defines) + spec.text()
+    key = hashlib.sha256("\0".join([text, _compiler_identity(), *FLAGS, platform.machine()]).encode()).hexdigest()
+    folder = _private_folder(settings.cache_dir() / "cpu")
+    library = folder / f"{spec.name}-{key[:24]}.so"
+    if library.exists():
+        return library
+    with FileLock(str(folder / f"{spec.name}.lock")):
+        if library.exists():
+            return library
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            source = Path(scratch) / "kernel.cpp"
+            try:
+                source.write_text(text)
+            except OSError as error:
+                raise SetupError(f"cannot write to the cache folder {folder} ({error.strerror})") from None
+            made = Path(scratch) / "kernel.so"
+            command = [find_compiler(), *FLAGS, "-x", "c++", str(source), "-o", str(made)]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode != 0:
+                first = next((s for s in done.stderr.splitlines() if "error" in s), done.stderr.strip()[:200])
+                raise SetupError(f"{find_compiler()} could not compile {spec.name}: {first}")
+            made.replace(library)
+    return library
+
+
+def processor_flags() -> frozenset[str]:
+    """Feature flags of this machine's processor, as Linux spells them."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("flags", "Features")):
+                return frozenset(line.split(":", 1)[1].split())
+    except OSError:
+        pass
+    return frozenset()
+
+
+def _capabilities() -> frozenset[str]:
+    found = {"atomic8", "acquire_release", "line128"}
+    # Aligned 16-byte accesses are single-copy atomic on x86-64 with AVX and on aarch64 with LSE2 ("uscat").
+    if {"avx", "uscat"} & processor_flags():
+        found.add("atomic16")
+    return frozenset(found)
+
+
+class CpuKernel:
+    """A specialisation in a loaded shared library."""
+
+    def __init__(self, path: Path) -> None:
+        self._library = ctypes.CDLL(str(path))  # a CDLL call releases the interpreter's lock
+        self.run = self._library.fc_launch
+        self.run.argtypes = (ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+        self.run.restype = ctypes.c_int
+        self.struct_sizes = tuple((ctypes.c_uint * 3).in_dll(self._library, "fc_sizes"))
+
+    def max_blocks(self, threads: int) -> int:
+        return max(1, MAX_FIBERS // threads)
+
+
+class CpuBackend:
+    """One rank of the cpu backend."""
+
+    name = "cpu"
+
+    def __init__(self, mpi: MPI.Intracomm) -> None:
+        self._mpi = mpi
+        self.capabilities = _capabilities()
+        self._window: MPI.Win | None = None
+        self._kernels: dict[tuple[str, str, int], CpuKernel] = {}
+
+    def prepare(self) -> None:
+        """What can fail on one rank alone, before anything collective."""
+        find_compiler()
+        _private_folder(settings.cache_dir() / "cpu")
+
+    def allocate(self, layout: SlabLayout) -> list[int]:
+        info = MPI.Info.Create()
+        info.Set("alloc_shared_noncontig", "true")
+        self._window = MPI.Win.Allocate_shared(layout.slab_bytes + LINE, 1, info=info, comm=self._mpi)
+        info.Free()
+        self._window.Lock_all(MPI.MODE_NOCHECK)
+        buffers = [self._window.Shared_query(r)[0] for r in range(self._mpi.size)]
+        # All ranks see the same pages, so a base rounded up to a line is the same place for all of them.
+        bases = [-(-b.address // LINE) * LINE for b in buffers]
+        own = buffers[self._mpi.rank]
+        start = bases[self._mpi.rank] - own.address
+        self._slab = np.frombuffer(memoryview(cast(Any, own)), dtype=np.uint8)[start : start + layout.slab_bytes]
+        self._errors = np.zeros(layout.channels, ERROR_DTYPE)
+        self.reset(layout)
+        return bases
+
+    def error_address(self) -> int:
+        return int(self._errors.ctypes.data)
+
+    def error_records(self) -> NDArray[np.void]:
+        return self._errors
+
+    def reset(self, layout: SlabLayout) -> None:
+        self._slab[:] = 0
+        for channel in range(layout.channels):
+            for region in layout.regions(channel).values():
+                if region.cleared_to:
+                    end = region.offset + region.copies * region.copy_stride
+                    self._slab[region.offset : end] = region.cleared_to
+        self._errors[:] = np.zeros(1, ERROR_DTYPE)
+        self._channels = layout.channels
+        self.write_control(layout.initial_control())
+        assert self._window is not None
+        self._window.Sync()
+
+    def _control_words(self) -> NDArray[np.void]:
+        return self._slab[: self._channels * CONTROL_BYTES].view(CONTROL_DTYPE)
+
+    def control(self) -> NDArray[np.void]:
+        return self._control_words().copy()
+
+    def write_control(self, words: NDArray[np.void]) -> None:
+        self._control_words()[:] = words
+
+    def write_slab(self, offset: int, content: NDArray[np.uint8]) -> None:
+        self._slab[offset : offset + content.size] = content
+
+    def kernel(self, spec: Specialisation) -> CpuKernel:
+        key = (spec.protocol.name, spec.dtype.name, spec.world_size)
+        if key not in self._kernels:
+            self._kernels[key] = CpuKernel(build(spec))
+        return self._kernels[key]
+
+    def default_shape(self, cells: int) -> LaunchShape:
+        return LaunchShape(max(1, min(DEFAULT_BLOCKS, -(-cells // DEFAULT_THREADS))), DEFAULT_THREADS)
+
+    def launch(self, kernel: CpuKernel, shape: LaunchShape, params: NDArray[np.void], stream: Any) -> None:
+        if kernel.run(params.ctypes.data, shape.blocks, shape.threads) != 0:
+            raise SetupError(f"no memory for the stacks of {shape.blocks * shape.threads} threads")
+
+    def copy(self, src: View, dst: View, stream: Any) -> None:
+        ctypes.memmove(dst.address, src.address, src.nbytes)
+
+    def view(self, x: Any) -> View:
+        if not isinstance(x, np.ndarray):
+            raise ArgumentError(f"the cpu backend takes NumPy arrays, not {type(x).__name__}")
+        return View(
+            x.ctypes.data,
+            x.nbytes, x.size, x.dtype.name, x.shape, x.flags.c_contiguous, x,
+        )  # fmt: skip
+
+    def empty_like(self, x: Any, shape: tuple[int, ...]) -> Any:
+        return np.empty(shape, x.dtype)
+
+    def empty(self, count: int, dtype: str) -> NDArray[Any]:
+        return np.empty(count, REDUCIBLE[dtype].numpy if dtype in REDUCIBLE else np.dtype(dtype))
+
+    def from_host(self, x: NDArray[Any]) -> NDArray[Any]:
+        return x.copy()
+
+    def to_host(self, x: Any) -> NDArray[Any]:
+        return np.array(x)
+
+    def stream(self, x: Any, stream: Any) -> Any:
+        if stream is not None:
+            raise ArgumentError("the cpu backend has no streams: leave stream=None")
+        return None
+
+    def synchronize(self) -> None:
+        """A launch returns when its grid is complete, so there is nothing to wait for."""
+
+    def describe(self) -> dict[str, Any]:
+        model = platform.processor() or platform.machine()
+        try:
+            lines = Path("/proc/cpuinfo").read_text().splitlines()
+            model = next((s.split(":", 1)[1].strip() for s in lines if s.startswith("model name")), model)
+        except OSError:
+            pass
+        return {
+            "backend": "cpu",
+            "device": model,
+            "cores": len(os.sched_getaffinity(0)),
+            "compiler": _compiler_identity(),
+            "emulation": True,
+        }
+
+    def close(self) -> None:
+        if self._window is None:
+            return
+        del self._slab
+        self._window.Unlock_all()
+        self._window.Free()  # collective: meets the other ranks, then unmaps and frees
+        self._window = None

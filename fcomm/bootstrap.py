@@ -1,0 +1,129 @@
+"""Ranks finding each other, and agreeing: what every rank must do alike is checked here, once, before it matters."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from mpi4py import MPI
+
+from fcomm.errors import ArgumentError, DisagreementError, FcommError, NotAdmittedError, SetupError
+
+T = TypeVar("T")
+
+# How launchers tell a process the size of its world.
+_LAUNCHER_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "MPI_LOCALNRANKS")
+
+
+def check_world(mpi: MPI.Intracomm | None = None) -> None:
+    """Raises `SetupError` where a launcher of one MPI runs the library of another: n worlds of one rank."""
+    world = MPI.COMM_WORLD if mpi is None else mpi
+    if MPI.COMM_WORLD.size > 1:
+        return
+    for name in _LAUNCHER_SIZES:
+        value = os.environ.get(name, "")
+        if value.isdigit() and int(value) > 1 and world.size == 1:
+            library = MPI.Get_library_version().split(",")[0].splitlines()[0].strip()
+            raise SetupError(
+                f"the launcher started {value} processes ({name}), but mpi4py's library ({library}) sees one: "
+                "use the mpirun that belongs to this library"
+            )
+
+
+def check_node(mpi: MPI.Intracomm) -> None:
+    """Raises `SetupError`, on all ranks, if they are not all on one machine."""
+    node = mpi.Split_type(MPI.COMM_TYPE_SHARED)
+    size = node.size
+    node.Free()
+    if mpi.allreduce(size, MPI.MIN) != mpi.size:
+        raise SetupError(f"the {mpi.size} ranks are not all on one machine; flash-comm works within one server")
+
+
+def collectively(mpi: MPI.Intracomm, step: Callable[[], T]) -> T:
+    """Runs a step that may fail on some ranks; if it does, all ranks raise the first failing rank's error."""
+    error: Exception | None = None
+    result: T | None = None
+    try:
+        result = step()
+    except Exception as caught:
+        error = caught
+    failures = mpi.allgather(None if error is None else (type(error), str(error)))
+    for rank, failure in enumerate(failures):
+        if failure is not None:
+            if error is not None and not isinstance(error, FcommError):
+                raise error
+            kind, message = failure
+            where = f" (rank {rank})" if mpi.size > 1 and f"rank {rank}" not in message else ""
+            raise (kind if issubclass(kind, FcommError) else SetupError)(f"{message}{where}")
+    return result  # type: ignore[return-value]  # no rank failed, so this one has its result
+
+
+def agree(mpi: MPI.Intracomm, value: T, what: str) -> T:
+    """Raises `DisagreementError` on all ranks unless `value` is the same everywhere."""
+    values = mpi.allgather(value)
+    for rank, other in enumerate(values):
+        if other != values[0]:
+            raise DisagreementError(f"the ranks disagree on {what}: rank 0 has {values[0]}, rank {rank} has {other}")
+    return value
+
+
+def exit_code(error: BaseException) -> int:
+    """2 for something that the caller can put right on the command line, 1 for everything else."""
+    return 2 if isinstance(error, (ArgumentError, NotAdmittedError)) else 1
+
+
+def run(main: Callable[[Sequence[str] | None], int], argv: Sequence[str] | None = None) -> int:
+    """Runs a command's main and turns an error into one sentence and an exit code.
+
+    Under more than one rank an error ends all of them: a rank that raised alone would leave the others waiting in the
+    next collective step.
+    """
+    try:
+        return main(argv)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr, flush=True)
+        code = 130
+    except FcommError as error:
+        code = exit_code(error)
+        _say(f"error: {error}")
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    if MPI.Is_initialized() and not MPI.Is_finalized() and MPI.COMM_WORLD.size > 1:
+        sys.stderr.flush()
+        sys.stdout.flush()
+        _leave_together(code)
+    return code
+
+
+def _say(line: str) -> None:
+    """Prints a line once if all ranks came here, and from this rank if they did not."""
+    if not MPI.Is_initialized() or MPI.COMM_WORLD.size == 1 or not _together() or MPI.COMM_WORLD.rank == 0:
+        print(line, file=sys.stderr, flush=True)
+
+
+_met = False
+
+
+def _together(seconds: float = 2.0) -> bool:
+    """Whether all ranks come to this place within a short time."""
+    global _met
+    import time
+
+    request = MPI.COMM_WORLD.Ibarrier()
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if request.Test():
+            _met = True
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def _leave_together(code: int) -> None:
+    """Ends all ranks: quietly if all came here, by MPI_Abort if some are still waiting elsewhere."""
+    if not _met and not _together():
+        MPI.COMM_WORLD.Abort(code)

@@ -1,0 +1,142 @@
+"""What results must be, to the bit: the reduction contract in NumPy, and inputs on which breaking it shows.
+
+The reference shares no code with the kernels. NumPy's float32 addition is IEEE's, one element at a time; conversions to
+16 bits are NumPy's and ml_dtypes' own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from fcomm.dtypes import REDUCIBLE
+
+CANONICAL_NAN = {4: 0x7FFFFFFF, 2: 0x7FFF}
+"""Bits of a NaN result, by element size in bytes."""
+
+
+def bits(x: NDArray[Any]) -> NDArray[Any]:
+    """The array's elements as unsigned integers of the same size."""
+    flat = np.ascontiguousarray(x).reshape(-1)
+    return flat.view(f"u{flat.dtype.itemsize}") if flat.dtype.itemsize in (1, 2, 4, 8) else flat.view(np.uint8)
+
+
+def wrong_elements(got: NDArray[Any], want: NDArray[Any]) -> int:
+    """Number of elements whose bits differ."""
+    a, b = bits(got), bits(want)
+    if a.shape != b.shape:
+        return max(a.size, b.size)
+    return int(np.count_nonzero(a != b))
+
+
+def reduce_reference(xs: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """Sum of the ranks' arrays by the contract: float32 accumulation in rank order beginning with rank 0's value, one
+    rounding to nearest even at the end; integers as unsigned; NaN results canonical. One array is returned as it is.
+    """
+    first = np.asarray(xs[0])
+    if len(xs) == 1:
+        return first.copy()
+    if first.dtype.kind in "iu":
+        words = [np.asarray(x).view(np.uint32) for x in xs]
+        total = words[0].copy()
+        for w in words[1:]:
+            total = total + w
+        return total.view(first.dtype)
+    with np.errstate(all="ignore"):
+        acc = first.astype(np.float32)
+        for x in xs[1:]:
+            acc = acc + np.asarray(x).astype(np.float32)
+        out = acc.astype(first.dtype)
+    flat = out.reshape(-1)
+    flat.view(f"u{flat.dtype.itemsize}")[np.isnan(acc.reshape(-1))] = CANONICAL_NAN[flat.dtype.itemsize]
+    return out
+
+
+def inputs(seed: int | Sequence[int], rank: int, world_size: int, count: int, dtype: str) -> NDArray[Any]:
+    """Random data of one rank, different in every call, on which the order of summation shows.
+
+    In half of the elements two ranks, chosen at random, hold a large value and its negative, and the others values so
+    small that float32 loses them while the large one is in the sum: what is left depends on who came before whom. The
+    other half has magnitudes spread over many binades. Any rank can compute any other rank's data from the arguments.
+    """
+    key = [seed] if isinstance(seed, int) else list(seed)
+    rng = np.random.default_rng([*key, 77, rank])
+    element = REDUCIBLE[dtype]
+    if not element.is_float:
+        return rng.integers(-(2**31), 2**31, count, dtype=np.int64).astype(np.int32)
+    values = rng.standard_normal(count, dtype=np.float32)
+    values *= np.exp2(rng.integers(-12, 3, count)).astype(np.float32)
+    if world_size > 2:
+        shared = np.random.default_rng([*key, 78])  # the same on all ranks
+        plus = shared.integers(0, world_size, count)
+        minus = (plus + shared.integers(1, world_size, count)) % world_size
+        large = (shared.integers(1, 16, count) * 2048).astype(np.float32)
+        cancels = shared.integers(0, 2, count) == 1
+        small = values * np.float32(2.0**-11)
+        values = np.where(cancels, np.where(plus == rank, large, np.where(minus == rank, -large, small)), values)
+    return values.astype(element.numpy)
+
+
+def order_shows(xs: Sequence[NDArray[Any]]) -> int:
+    """Elements whose bits differ between rank order and the reverse: how well inputs can tell orders apart."""
+    return wrong_elements(reduce_reference(xs), reduce_reference(list(reversed(xs))))
+
+
+def poison(x: NDArray[Any]) -> None:
+    """Fills an output so that an element that a call fails to write is seen: a NaN that no sum returns, or a pattern."""
+    x.reshape(-1).view(np.uint8)[:] = 0xA5
+
+
+def special_values(dtype: str) -> NDArray[Any]:
+    """Values at the edges: zeros of both signs, subnormals, largest, infinities, quiet and signalling NaNs, all ones."""
+    element = REDUCIBLE[dtype]
+    if dtype == "float32":
+        words = np.array(
+            [0, 0x80000000, 1, 0x80000001, 0x007FFFFF, 0x807FFFFF, 0x00800000, 0x7F7FFFFF, 0xFF7FFFFF, 0x7F800000,
+             0xFF800000, 0x7FC00000, 0x7F800001, 0xFFFFFFFF, 0xFFFFFFFE, 0x7FFFFFFF, 0x3F800000, 0xBF800000],
+            np.uint32,
+        )  # fmt: skip
+        return words.view(np.float32)
+    if dtype == "int32":
+        return np.array([0, 1, -1, 2**31 - 1, -(2**31), 2, 3, 0x7FFF0000], np.int64).astype(np.int32)
+    if dtype == "float16":
+        half = [
+            0,
+            0x8000,
+            1,
+            0x8001,
+            0x03FF,
+            0x0400,
+            0x7BFF,
+            0xFBFF,
+            0x7C00,
+            0xFC00,
+            0x7E00,
+            0x7C01,
+            0xFFFF,
+            0x7FFF,
+            0x3C00,
+        ]
+        return np.array(half, np.uint16).view(np.float16)
+    brain = [
+        0,
+        0x8000,
+        1,
+        0x8001,
+        0x007F,
+        0x0080,
+        0x7F7F,
+        0xFF7F,
+        0x7F80,
+        0xFF80,
+        0x7FC0,
+        0x7F81,
+        0xFFFF,
+        0x7FFF,
+        0x3F80,
+    ]
+    return np.array(brain, np.uint16).view(element.numpy if dtype == "bfloat16" else ml_dtypes.bfloat16)

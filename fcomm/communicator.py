@@ -1,0 +1,372 @@
+"""The public class. One call is: look at the array, choose, plan (cached), launch - no MPI, no allocation, no wait."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+from numpy.typing import NDArray
+
+from fcomm import bootstrap, selector, settings
+from fcomm.backends.base import Backend, LaunchShape, View
+from fcomm.dtypes import BYTES, REDUCIBLE
+from fcomm.errors import ArgumentError, ClosedError, DisagreementError, HangError, NotAdmittedError
+from fcomm.layout import ERROR_DTYPE, SlabLayout, error_message
+from fcomm.protocols import CELL_BYTES, Protocol, protocol, protocols
+from fcomm.source import MAX_THREADS, Specialisation
+
+WARP = 32
+
+
+def _make_backend(name: str, mpi: MPI.Intracomm) -> Backend:
+    if name == "cpu":
+        from fcomm.backends.cpu import CpuBackend
+
+        return CpuBackend(mpi)
+    if name == "cuda":
+        from fcomm.backends.cuda import CudaBackend
+
+        return CudaBackend(mpi)
+    raise ArgumentError(f"there is no backend {name!r}; use auto, cuda or cpu")
+
+
+def _resolve(name: str, mpi: MPI.Intracomm) -> str:
+    """`auto` is cuda where every rank has a device, cpu where none has; a mixture is an error."""
+    if name == "auto":
+        name = settings.backend()
+    if name != "auto":
+        return name
+    from fcomm.backends import cuda
+
+    have = mpi.allgather(bootstrap.collectively(mpi, lambda: cuda.device_count() > 0))
+    if any(have) and not all(have):
+        lacking = ", ".join(str(r) for r, h in enumerate(have) if not h)
+        raise ArgumentError(f"some ranks have a GPU and others (rank {lacking}) have none: give each rank one, or none")
+    return "cuda" if all(have) else "cpu"
+
+
+class Plan:
+    """A call with everything decided but the arrays: kernel, grid, and the kernel's argument packed but for four words."""
+
+    def __init__(
+        self, comm: Communicator, proto: Protocol, dtype: str, nbytes: int, channel: int, shape: LaunchShape | None
+    ):
+        element = BYTES if proto.algorithm.moves_bytes else REDUCIBLE[dtype]
+        self.protocol = proto
+        self.kernel = comm.backend.kernel(Specialisation(proto, element, comm.world_size))
+        self.piece = comm.layout.piece_bytes(proto)
+        self.pieces = -(-nbytes // self.piece)
+        wanted = shape or comm.backend.default_shape(-(-min(nbytes, self.piece) // CELL_BYTES))
+        if wanted.threads % WARP or not WARP <= wanted.threads <= MAX_THREADS or wanted.blocks < 1:
+            raise ArgumentError(
+                f"a launch shape is blocks >= 1 and threads a multiple of {WARP} up to {MAX_THREADS}, not {wanted}"
+            )
+        self.shape = LaunchShape(min(wanted.blocks, self.kernel.max_blocks(wanted.threads)), wanted.threads)
+        self.params = comm.layout.params(
+            proto, comm.rank, comm.slabs, comm.backend.error_address(), channel, comm.timeout_s
+        )
+        # in, out, nbytes, out_stride follow the slab addresses
+        self._words = self.params.view(np.uint64)[comm.world_size : comm.world_size + 4]
+
+    def launch(self, backend: Backend, src: View, dst: View, stream: Any) -> None:
+        words, nbytes = self._words, src.nbytes
+        for k in range(self.pieces):
+            at = k * self.piece
+            words[:] = (src.address + at, dst.address + at, min(self.piece, nbytes - at), nbytes)
+            backend.launch(self.kernel, self.shape, self.params, stream)
+
+
+class Call:
+    """A prepared call: `call()` launches it again on the same arrays."""
+
+    def __init__(
+        self, comm: Communicator, plan: Plan | None, src: View, dst: View, stream: Any, signature: object, channel: int
+    ):
+        self._comm, self._plan, self._src, self._dst = comm, plan, src, dst
+        self._stream, self._signature, self._channel = stream, signature, channel
+        self.out = dst.owner
+
+    @property
+    def protocol(self) -> str | None:
+        """Name of the protocol; None where nothing is exchanged (one rank, or no elements)."""
+        return None if self._plan is None else self._plan.protocol.name
+
+    @property
+    def blocks(self) -> int:
+        return 0 if self._plan is None else self._plan.shape.blocks
+
+    @property
+    def threads(self) -> int:
+        return 0 if self._plan is None else self._plan.shape.threads
+
+    def __call__(self) -> Any:
+        self._comm._start(self._signature, self._channel, self._stream)
+        self._comm._run(self._plan, self._src, self._dst, self._stream)
+        return self.out
+
+
+class Communicator:
+    """The ranks of one server, their slabs and their calls.
+
+    Parameters
+    ----------
+    mpi : mpi4py communicator
+        All its ranks construct together, on one machine. It is duplicated; the caller's stays as it was.
+    backend : {"auto", "cuda", "cpu"}
+    max_bytes : int
+        Message size that the slabs are made for. Larger messages are handled in pieces.
+    channels : int
+        Calls that may be in flight at a time, each on a stream of its own.
+    checked : bool
+        Compare every call's signature among the ranks before launching it: slow, and tells disagreement from a hang.
+    timeout_s : float, optional
+        Seconds until a wait for a peer is given up; default FCOMM_TIMEOUT_S.
+
+    Raises
+    ------
+    SetupError, DisagreementError, ArgumentError
+        On all ranks alike.
+    """
+
+    def __init__(
+        self,
+        mpi: MPI.Intracomm,
+        backend: str = "auto",
+        max_bytes: int = 1 << 20,
+        channels: int = 1,
+        checked: bool = False,
+        timeout_s: float | None = None,
+    ) -> None:
+        bootstrap.check_world(mpi)
+        self.mpi: MPI.Intracomm = mpi.Dup()
+        self._closed = True
+        try:
+            self._construct(backend, max_bytes, channels, checked, timeout_s)
+        except BaseException:
+            self.mpi.Free()
+            raise
+
+    def _construct(self, backend: str, max_bytes: int, channels: int, checked: bool, timeout_s: float | None) -> None:
+        mpi = self.mpi
+        self.rank, self.world_size = mpi.rank, mpi.size
+
+        def local() -> tuple[SlabLayout, float, bool]:
+            return (
+                SlabLayout(mpi.size, max_bytes, channels),
+                settings.timeout_s() if timeout_s is None else timeout_s,
+                checked or settings.checked(),
+            )
+
+        self.layout, self.timeout_s, self.checked = bootstrap.collectively(mpi, local)
+        name = bootstrap.collectively(mpi, lambda: backend if backend != "auto" else settings.backend())
+        bootstrap.agree(mpi, (name, max_bytes, channels, self.checked, settings.protocol()), "backend and sizes")
+        bootstrap.check_node(mpi)
+        name = _resolve(name, mpi)
+        made: Backend = bootstrap.collectively(mpi, lambda: _make_backend(name, mpi))
+        bootstrap.collectively(mpi, made.prepare)
+        self.backend: Backend = made
+        every: list[frozenset[str]] = mpi.allgather(made.capabilities)
+        self.capabilities = frozenset.intersection(*every)
+        self.slabs = made.allocate(self.layout)
+        self.slab_bytes = self.layout.slab_bytes
+        self._errors = made.error_records()
+        self._plans: dict[tuple[object, ...], Plan] = {}
+        self._failed: str | None = None
+        self._closed = False
+        mpi.Barrier()  # no one pushes before all slabs are cleared
+
+    # ---- calls ------------------------------------------------------------------------------------------------------
+
+    def all_reduce(
+        self,
+        x: Any,
+        out: Any = None,
+        *,
+        op: str = "sum",
+        protocol: str = "auto",
+        stream: Any = None,
+        channel: int = 0,
+        shape: tuple[int, int] | None = None,
+    ) -> Any:
+        """Sums x over all ranks, in rank order and float32, rounded once; the same bits on every rank.
+
+        x : array of float32, float16, bfloat16 or int32, any shape, C-contiguous. out : the same kind, shape and dtype,
+        or x itself, or None for a new array. shape : (blocks, threads) instead of the default launch shape. Returns out.
+        """
+        return self.prepare(
+            "all_reduce", x, out, op=op, protocol=protocol, stream=stream, channel=channel, shape=shape
+        )()
+
+    def prepare(
+        self,
+        collective: str,
+        x: Any,
+        out: Any = None,
+        *,
+        op: str = "sum",
+        protocol: str = "auto",
+        stream: Any = None,
+        channel: int = 0,
+        shape: tuple[int, int] | None = None,
+    ) -> Call:
+        """Decides everything about a call once; `call()` then launches it, as often as wanted, on the same arrays."""
+        self._check_open()
+        self._check_options(collective, op, channel)
+        src = self.backend.view(x)
+        if not src.contiguous:
+            raise ArgumentError(f"the input of shape {src.shape} is not C-contiguous: pass a contiguous copy")
+        on = self.backend.stream(x, stream)  # before anything is allocated: a result is allocated for its stream
+        if out is None:
+            out = self.backend.empty_like(x, self._result_shape(collective, src))
+        dst = self.backend.view(out)
+        self._check_out(collective, src, dst)
+        wanted = None if shape is None else LaunchShape(*shape)
+        signature = (collective, src.dtype, src.shape, op, protocol, channel)
+        plan = self._plan(collective, src, protocol, channel, wanted)
+        return Call(self, plan, src, dst, on, signature, channel)
+
+    def _plan(self, collective: str, src: View, name: str, channel: int, shape: LaunchShape | None) -> Plan | None:
+        if self.world_size == 1 or src.nbytes == 0:
+            self._chosen(collective, src, name)  # a wrong name or dtype is wrong at any size
+            return None
+        key = (collective, src.dtype, src.nbytes, name, channel, shape)
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = Plan(self, self._chosen(collective, src, name), src.dtype, src.nbytes, channel, shape)
+            self._plans[key] = plan
+        return plan
+
+    def _chosen(self, collective: str, src: View, name: str) -> Protocol:
+        ranks = max(self.world_size, 2)  # one rank copies, and is told the same about dtypes and names
+        name = settings.protocol() or name if name == "auto" else name
+        if collective != "all_gather" and src.dtype not in REDUCIBLE:
+            raise ArgumentError(f"dtype {src.dtype} cannot be reduced; use one of {', '.join(REDUCIBLE)}")
+        if name == "auto":
+            return selector.choose(collective, src.nbytes, src.dtype, ranks, self.capabilities)
+        wanted = protocol(name)
+        if wanted.collective != collective:
+            raise NotAdmittedError(f"{name} is a protocol for {wanted.collective}, not for {collective}")
+        reason = wanted.refusal(src.dtype, ranks, self.capabilities)
+        if reason is not None:
+            raise NotAdmittedError(f"{name} is not admitted here: {reason}")
+        return wanted
+
+    def _start(self, signature: object, channel: int, stream: Any) -> None:
+        """What stands before every launch: the communicator is usable and, in checked mode, the ranks agree."""
+        self._check_open()
+        self.check()
+        if self.checked:
+            try:
+                bootstrap.agree(self.mpi, signature, "this call (collective, dtype, shape, op, protocol, channel)")
+            except DisagreementError as error:
+                raise DisagreementError(f"{error}; nothing was launched") from None
+
+    def _run(self, plan: Plan | None, src: View, dst: View, stream: Any) -> None:
+        if plan is not None:
+            plan.launch(self.backend, src, dst, stream)
+            if self.backend.name == "cpu":
+                self.check()  # the grid is complete: say now what went wrong in it
+        elif src.nbytes and src.address != dst.address:
+            self.backend.copy(src, dst, stream)
+
+    # ---- arguments --------------------------------------------------------------------------------------------------
+
+    def _result_shape(self, collective: str, src: View) -> tuple[int, ...]:
+        return (self.world_size, *src.shape) if collective == "all_gather" else src.shape
+
+    def _check_options(self, collective: str, op: str, channel: int) -> None:
+        known = sorted({p.collective for p in protocols().values()})
+        if collective not in known:
+            raise ArgumentError(f"there is no collective {collective!r}; use one of {', '.join(known)}")
+        if op != "sum":
+            raise ArgumentError(f"op {op!r} is not supported; only 'sum' is")
+        if not 0 <= channel < self.layout.channels:
+            raise ArgumentError(f"channel {channel} is outside 0..{self.layout.channels - 1}")
+
+    def _check_out(self, collective: str, src: View, dst: View) -> None:
+        shape = self._result_shape(collective, src)
+        if dst.dtype != src.dtype or dst.shape != shape:
+            raise ArgumentError(f"out is {dst.dtype} {dst.shape}; it must be {src.dtype} {shape}")
+        if not dst.contiguous:
+            raise ArgumentError("out is not C-contiguous")
+        apart = dst.address + dst.nbytes <= src.address or src.address + src.nbytes <= dst.address
+        if not apart and dst.address != src.address:
+            raise ArgumentError("out overlaps the input in part: pass the input itself, or memory apart from it")
+
+    # ---- state ------------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raises `HangError` if a wait of this rank has expired since the last `reset()`."""
+        if self._failed is None and not self._errors["valid"].any():
+            return
+        first = self._errors[self._errors["valid"] != 0]
+        record = {k: first[0][k] for k in ERROR_DTYPE.names or ()} if len(first) else {}
+        if self._failed is None:
+            self._failed = error_message(first[0], list(protocols()), self.world_size)
+        raise HangError(f"{self._failed}; results since then are unspecified, call reset() on all ranks", record)
+
+    def reset(self) -> None:
+        """Collective: after a hang, waits for this rank's kernels and puts all ranks into one agreed first state."""
+        if self._closed:
+            raise ClosedError("the communicator is closed")
+        self.backend.synchronize()
+        self.mpi.Barrier()  # nobody's kernel pushes any more
+        self.backend.reset(self.layout)
+        self._failed = None
+        self.mpi.Barrier()  # and nobody pushes before all are reset
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the communicator is closed")
+
+    def close(self) -> None:
+        """Collective and idempotent: frees the slabs, after all ranks came here."""
+        if self._closed:
+            return
+        self._closed = True
+        self.backend.synchronize()
+        self.backend.close()
+        self._plans.clear()
+        self.mpi.Free()
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # After an error that other ranks may not have had, they will not come to a collective close, and waiting for them
+        # would hide the error behind a hang: the slabs then stay until the process ends.
+        if kind is None or issubclass(kind, DisagreementError):
+            self.close()
+
+    # ---- looking ----------------------------------------------------------------------------------------------------
+
+    def admitted(self, dtype: str, collective: str = "all_reduce") -> dict[str, str | None]:
+        """Every protocol of a collective: None where it may run here, else the reason why not."""
+        return selector.candidates(collective, dtype, self.world_size, self.capabilities)
+
+    def explain(self, collective: str, nbytes: int, dtype: str) -> dict[str, Any]:
+        """What a call of that size would use: candidates, why others are not admitted, and the choice."""
+        return {
+            "collective": collective,
+            "nbytes": nbytes,
+            "dtype": dtype,
+            "world_size": self.world_size,
+            "candidates": self.admitted(dtype, collective),
+            "choice": selector.choose(collective, nbytes, dtype, self.world_size, self.capabilities).name,
+        }
+
+    def empty(self, count: int, dtype: str) -> Any:
+        """An uninitialised array of the backend's kind."""
+        return self.backend.empty(count, dtype)
+
+    def from_host(self, x: NDArray[Any]) -> Any:
+        """A NumPy array's content as an array of the backend's kind."""
+        return self.backend.from_host(x)
+
+    def to_host(self, x: Any) -> NDArray[Any]:
+        """An array of the backend's kind as a NumPy array of its own."""
+        return self.backend.to_host(x)

@@ -1,0 +1,191 @@
+"""The slab: what lies where in the one symmetric allocation of each rank, and the struct that tells a kernel.
+
+All ranks use the same offsets, and none depends on message size, grid or algorithm: within a region an evidence word
+keeps one address for ever. A region belongs to one unit geometry, since where one encoding expects evidence another one
+has arbitrary payload.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from fcomm.errors import ArgumentError
+from fcomm.protocols import CELL_BYTES, ENCODINGS, Protocol, index_of
+
+SLAB_GRANULE = 2 << 20
+"""Device memory is handed out in blocks of 2 MiB, and an IPC handle exports the whole block: use whole ones."""
+LINE = 128
+CONTROL_BYTES = 128
+ERROR_BYTES = 128
+ONE_SHOT_BYTES = 256 << 10
+"""Largest message that every encoding takes in one piece, at any world size."""
+FIRST_EPOCH = 2
+EPOCHS = 1 << 32
+SCRUB_CELLS = 64
+"""Cells cleared per call in the scrubbing window before the epoch wraps."""
+BARRIER_FLAGS_PER_SOURCE = 64
+DEFAULT_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True)
+class Region:
+    """A set of slots. Strides and offsets in bytes from the start of the slab, as in ``kernels_cu/params.cuh``."""
+
+    name: str
+    offset: int
+    copies: int
+    copy_stride: int
+    slot_stride: int
+    half_stride: int
+    capacity: int
+    """Largest message, in payload bytes, that a slot takes as a whole."""
+    cleared_to: int = 0
+
+
+def _round_up(value: int, granule: int) -> int:
+    return -(-value // granule) * granule
+
+
+REGION_DTYPE = np.dtype([(n, "<u8") for n in ("offset", "copy_stride", "slot_stride", "half_stride")])
+ERROR_DTYPE = np.dtype(
+    [(n, "<u4") for n in ("valid", "rank", "peer", "block", "blocks_started", "blocks", "epoch", "protocol")]
+    + [("nbytes", "<u8"), ("cell", "<u8"), ("seen", "<u4", 4), ("channel", "<u4"), ("reserved", "<u4", 15)]
+)
+LAMPORT_DTYPE = np.dtype([("copy", "<u4"), ("cells", "<u4", 3), ("cells2", "<u4", 3), ("reserved", "<u4")])
+CONTROL_DTYPE = np.dtype(
+    [(n, "<u4") for n in ("epoch", "poison", "ticket", "claim")]
+    + [("reserved", "<u4", 4), ("lamport", LAMPORT_DTYPE, 2), ("reserved2", "<u4", 8)]
+)
+
+
+def params_dtype(world_size: int) -> np.dtype[np.void]:
+    """The bytes of ``struct Params`` in ``kernels_cu/params.cuh`` for a world of that size."""
+    return np.dtype(
+        [("slab", "<u8", world_size)]
+        + [(n, "<u8") for n in ("in", "out", "nbytes", "out_stride", "control", "error", "timeout_ns")]
+        + [("region", REGION_DTYPE, 2)]
+        + [(n, "<u8") for n in ("scrub_offset", "scrub_stride", "scrub_bytes")]
+        + [(n, "<u4") for n in ("scrub_from", "scrub_cells", "rank", "channel", "protocol", "reserved")]
+    )
+
+
+class SlabLayout:
+    """Offsets of one communicator's slab.
+
+    Parameters
+    ----------
+    world_size : int
+    max_bytes : int
+        Largest message in bytes that one call handles in one piece by the algorithm made for large ones.
+    channels : int
+        Calls that may be in flight at a time, each with regions and an epoch of its own.
+    """
+
+    def __init__(self, world_size: int, max_bytes: int, channels: int = 1) -> None:
+        if max_bytes < 1:
+            raise ArgumentError(f"max_bytes must be positive, not {max_bytes}")
+        if channels < 1:
+            raise ArgumentError(f"channels must be at least 1, not {channels}")
+        self.world_size = world_size
+        self.max_bytes = max_bytes
+        self.channels = channels
+        # One-shot takes whole messages up to ONE_SHOT_BYTES; a two-phase algorithm puts a shard of max_bytes / n into
+        # each half of a slot.
+        self.capacity = max(min(max_bytes, ONE_SHOT_BYTES), 2 * _round_up(-(-max_bytes // world_size), LINE))
+        control = _round_up(channels * CONTROL_BYTES, 4096)
+        self.channel_bytes, template = self._regions(0)
+        self._regions_of = [template if c == 0 else self._regions(c * self.channel_bytes)[1] for c in range(channels)]
+        self._control_bytes = control
+        self.slab_bytes = _round_up(control + channels * self.channel_bytes, SLAB_GRANULE)
+
+    def _regions(self, start: int) -> tuple[int, dict[str, Region]]:
+        """Lays out one channel: epoch-evidenced regions of copy 0 in a row, the same of copy 1, then the others."""
+        start += _round_up(self.channels * CONTROL_BYTES, 4096)
+        at = start
+        n = self.world_size
+        epoch_regions: dict[str, tuple[int, int, int, int]] = {}
+        for e in ENCODINGS.values():
+            if e.copies == 2:
+                half = _round_up(e.slot_bytes(-(-self.capacity // 2)), LINE)
+                epoch_regions[e.name] = (at - start, 2 * half, half, self.capacity)
+                at += n * 2 * half
+        flags = BARRIER_FLAGS_PER_SOURCE * 4
+        epoch_regions["barrier_flags"] = (at - start, 2 * flags, flags, self.capacity)
+        at = start + _round_up(at - start + n * 2 * flags, LINE)
+        self.scrub_bytes = at - start
+        regions = {
+            name: Region(name, start + off, 2, self.scrub_bytes, stride, half, cap)
+            for name, (off, stride, half, cap) in epoch_regions.items()
+        }
+        at += self.scrub_bytes
+        for e in ENCODINGS.values():
+            if e.copies == 3:
+                half = _round_up(e.slot_bytes(-(-self.capacity // 2)), LINE)
+                stride = 2 * half
+                regions[e.name] = Region(e.name, at, 3, n * stride, stride, half, self.capacity, e.cleared_to)
+                at += 3 * n * stride
+        staging = _round_up(self.max_bytes, LINE)
+        regions["staging"] = Region("staging", at, 1, 0, staging, 0, self.max_bytes)
+        at += staging
+        return _round_up(at - start, 4096), regions
+
+    def control_offset(self, channel: int) -> int:
+        """Bytes from the start of the slab to the channel's rank-local words."""
+        return channel * CONTROL_BYTES
+
+    def regions(self, channel: int = 0) -> dict[str, Region]:
+        """The channel's regions by name."""
+        return self._regions_of[channel]
+
+    def piece_bytes(self, protocol: Protocol) -> int:
+        """Largest message in bytes that one launch of the protocol takes; longer ones are split into such pieces."""
+        return self.regions()[protocol.regions[0]].capacity
+
+    def scrub_from(self, cells: int = SCRUB_CELLS) -> int:
+        """First epoch of the window in which both copies are cleared twice, `cells` cells a call."""
+        windows = -(-(self.scrub_bytes // CELL_BYTES) // cells)
+        return EPOCHS - 4 * windows - 4
+
+    def initial_control(self) -> np.ndarray[tuple[int], np.dtype[np.void]]:
+        """The rank-local words before the first call, one element a channel."""
+        words = np.zeros(self.channels, CONTROL_DTYPE)
+        words["epoch"] = FIRST_EPOCH
+        return words
+
+    def params(
+        self, protocol: Protocol, rank: int, slabs: list[int], error_address: int, channel: int, timeout_s: float
+    ) -> np.ndarray[tuple[int], np.dtype[np.void]]:
+        """A kernel's argument with everything filled in but the call's own in, out, nbytes and out_stride."""
+        p = np.zeros(1, params_dtype(self.world_size))
+        p["slab"] = slabs
+        p["control"] = self.control_offset(channel)
+        p["error"] = error_address + channel * ERROR_BYTES
+        p["timeout_ns"] = int(timeout_s * 1e9)
+        regions = self.regions(channel)
+        for k in range(2):
+            region = regions[protocol.regions[min(k, len(protocol.regions) - 1)]]
+            for name in REGION_DTYPE.names or ():
+                p["region"][0, k][name] = getattr(region, name)
+        first = next(iter(regions.values()))
+        p["scrub_offset"] = first.offset
+        p["scrub_stride"] = self.scrub_bytes
+        p["scrub_bytes"] = self.scrub_bytes
+        p["scrub_from"] = self.scrub_from()
+        p["scrub_cells"] = SCRUB_CELLS
+        p["rank"] = rank
+        p["channel"] = channel
+        p["protocol"] = index_of(protocol.name)
+        return p
+
+
+def error_message(record: np.void, protocol_names: list[str], world_size: int) -> str:
+    """One sentence about an expired wait."""
+    return (
+        f"rank {record['rank']} gave up waiting for rank {record['peer']} of {world_size} in call {record['epoch']} "
+        f"({protocol_names[int(record['protocol'])]}, {record['nbytes']} bytes, channel {record['channel']}): block "
+        f"{record['block']} of {record['blocks']} ({record['blocks_started']} started) did not see epoch "
+        f"{record['epoch']} in cell {record['cell']}, where it last read "
+        f"{' '.join(f'{int(w):08x}' for w in record['seen'])}"
+    )

@@ -1,0 +1,78 @@
+"""Every environment variable that the package reads, in one place. ``docs/settings.md`` is checked against this file."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import platformdirs
+
+from fcomm.errors import ArgumentError
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One variable: its name, what it does, and its default as a user would write it."""
+
+    name: str
+    meaning: str
+    default: str
+
+
+SETTINGS = (
+    Setting("FCOMM_BACKEND", "backend that `backend=\"auto\"` stands for: auto, cuda or cpu", "auto"),
+    Setting("FCOMM_PROTOCOL", "protocol that `protocol=\"auto\"` stands for; must be admitted", "auto"),
+    Setting("FCOMM_TIMEOUT_S", "seconds after which a wait for a peer is given up", "30"),
+    Setting("FCOMM_CHECKED", "1: ranks compare every call's signature before it is launched", "0"),
+    Setting("FCOMM_CACHE_DIR", "folder of compiled kernels and fitted models", "the user's cache folder"),
+    Setting("FCOMM_CXX", "C++ compiler of the cpu backend", "CXX, else c++, g++ or clang++"),
+)  # fmt: skip
+
+
+def _get(name: str) -> str | None:
+    assert any(s.name == name for s in SETTINGS), name
+    value = os.environ.get(name, "").strip()
+    return value or None
+
+
+def backend() -> str:
+    """``auto``, ``cuda`` or ``cpu``."""
+    value = _get("FCOMM_BACKEND") or "auto"
+    if value not in ("auto", "cuda", "cpu"):
+        raise ArgumentError(f"FCOMM_BACKEND={value} is not one of auto, cuda, cpu")
+    return value
+
+
+def protocol() -> str | None:
+    """Name of the forced protocol, or None."""
+    value = _get("FCOMM_PROTOCOL")
+    return None if value in (None, "auto") else value
+
+
+def timeout_s() -> float:
+    """Seconds until a wait is given up; positive."""
+    text = _get("FCOMM_TIMEOUT_S") or "30"
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e6:
+        raise ArgumentError(f"FCOMM_TIMEOUT_S={text} is not a positive number of seconds")
+    return value
+
+
+def checked() -> bool:
+    """Whether ranks compare their calls before launching them."""
+    return (_get("FCOMM_CHECKED") or "0") not in ("0", "false", "no")
+
+
+def cache_dir() -> Path:
+    """Folder for compiled kernels and fitted models, for this user alone."""
+    value = _get("FCOMM_CACHE_DIR")
+    return Path(value) if value else Path(platformdirs.user_cache_dir("flash-comm"))
+
+
+def compiler() -> str | None:
+    """C++ compiler that the user named, or None."""
+    return _get("FCOMM_CXX") or os.environ.get("CXX") or None

@@ -1,0 +1,100 @@
+"""Kernel sources: from a specialisation to one string of CUDA C++, and to the hash that names it.
+
+The sources are flattened before any compiler sees them: CuPy's cache keys on the string, not on files that it includes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from fcomm.dtypes import ElementType
+from fcomm.errors import SetupError
+from fcomm.protocols import Protocol
+
+MAX_THREADS = 512
+"""Threads per block that kernels are compiled for; leaves each thread 128 registers."""
+
+_INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"\s*$')
+
+
+@cache
+def kernel_root() -> Path:
+    """Folder of the kernel sources: beside the package when installed, at the top of a checkout otherwise."""
+    package = Path(__file__).resolve().parent
+    for root in (package / "kernels_cu", package.parent / "kernels_cu"):
+        if (root / "primitives.cuh").is_file():
+            return root
+    raise SetupError(f"the kernel sources are missing: neither {package} nor its parent has a folder kernels_cu")
+
+
+@dataclass(frozen=True)
+class Specialisation:
+    """What one kernel is compiled for: a protocol, an element type and a world size."""
+
+    protocol: Protocol
+    dtype: ElementType
+    world_size: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.protocol.name}-{self.dtype.name}-n{self.world_size}"
+
+    def root_text(self) -> str:
+        """The few lines that include a kernel and instantiate it."""
+        headers = dict.fromkeys([*(e.header for e in self.protocol.encodings), self.protocol.algorithm.header])
+        wires = [f"fc::wire::{e.kernel_type}" for e in self.protocol.encodings]
+        arguments = ", ".join([*wires, f"fc::{self.dtype.kernel_type}"])
+        return "\n".join(
+            [
+                f"#define FC_N {self.world_size}",
+                f"#define FC_MAX_THREADS {MAX_THREADS}",
+                *(f'#include "{h}"' for h in headers),
+                f"FC_KERNEL((fc::{self.protocol.algorithm.kernel}<{arguments}>))",
+                "",
+            ]
+        )
+
+    def text(self) -> str:
+        """The whole source as one string."""
+        return flatten(self.root_text())
+
+
+def flatten(text: str, root: Path | None = None) -> str:
+    """Replaces each quoted include by the file, once (as ``#pragma once`` would); system includes stay."""
+    root = root or kernel_root()
+    seen: set[Path] = set()
+
+    def expand(lines: str, origin: str) -> list[str]:
+        out: list[str] = []
+        for number, line in enumerate(lines.splitlines(), 1):
+            found = _INCLUDE.match(line)
+            if found is None:
+                if line.strip() != "#pragma once":
+                    out.append(line)
+                continue
+            path = root / found.group(1)
+            if not path.is_file():  # an include relative to the including file
+                path = (root / origin).parent / found.group(1)
+            if not path.is_file():
+                raise SetupError(f"{origin}:{number} includes {found.group(1)}, which is not among the kernel sources")
+            if path.resolve() not in seen:
+                seen.add(path.resolve())
+                name = path.resolve().relative_to(root.resolve()).as_posix()
+                out += [f'#line 1 "{name}"', *expand(path.read_text(), name), f'#line {number + 1} "{origin}"']
+        return out
+
+    return "\n".join(expand(text, "specialisation.cu")) + "\n"
+
+
+@cache
+def source_hash() -> str:
+    """SHA-256 over all kernel sources: which kernels a record was taken with."""
+    digest = hashlib.sha256()
+    root = kernel_root()
+    for path in sorted(p for p in root.rglob("*") if p.suffix in (".cuh", ".hpp")):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()

@@ -1,0 +1,20 @@
+// One-shot all-reduce: every rank gets every rank's payload and adds them in rank order. One hop, (n - 1) S on the wire.
+#pragma once
+#include "algo/exchange.cuh"
+#include "reduce.cuh"
+
+namespace fc {
+
+template <class Wire, class T>
+struct StoreSum {
+  static FC_DEVICE void consume(const Params& p, Span span, const Payload* v) {
+    store_payload<Wire::kWords, T::kElement>(p.out, p.nbytes, span, reduce_in_rank_order<T, Wire::kWords>(v));
+  }
+};
+
+template <class Wire, class T>
+FC_DEVICE void one_shot(const Params& p) {
+  exchange<Wire, T, StoreSum<Wire, T>>(p);
+}
+
+}  // namespace fc

@@ -1,0 +1,215 @@
+// The words of primitives.cuh for host threads: a rank is a process, a slab is shared memory, a CUDA thread is a fiber.
+#pragma once
+#include <string.h>
+#include <time.h>
+
+#include "fiber.hpp"
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
+
+#define FC_DEVICE inline
+#define __launch_bounds__(n)
+
+namespace fc {
+
+struct alignas(16) Cell {
+  u32 w[4];
+};
+
+// ---- threads --------------------------------------------------------------------------------------------------------
+#define threadIdx (::fc_cpu::Dim3{::fc_cpu::self().thread, 0, 0})
+#define blockIdx  (::fc_cpu::Dim3{::fc_cpu::self().block->index, 0, 0})
+#define blockDim  (::fc_cpu::Dim3{::fc_cpu::grid()->threads, 1, 1})
+#define gridDim   (::fc_cpu::Dim3{::fc_cpu::grid()->blocks, 1, 1})
+
+FC_DEVICE u32 lane_id() { return fc_cpu::self().thread % fc_cpu::kWarp; }
+FC_DEVICE void spin_pause() { fc_cpu::next_fiber(); }
+FC_DEVICE void block_barrier() { fc_cpu::wait_at(fc_cpu::self().block->gate, fc_cpu::self().block->live); }
+FC_DEVICE fc_cpu::Warp& warp() { return fc_cpu::self().block->warps[fc_cpu::self().thread / fc_cpu::kWarp]; }
+FC_DEVICE void group_sync(u32 mask) {
+  fc_cpu::wait_at(warp().gate[__builtin_ctz(mask)], unsigned(__builtin_popcount(mask)));
+}
+// Number of lanes of `mask` whose predicate is true. The second meeting keeps the votes until all lanes have read them.
+FC_DEVICE u32 group_count(u32 mask, u32 predicate) {
+  fc_cpu::Warp& w = warp();
+  w.votes[lane_id()] = predicate != 0;
+  group_sync(mask);
+  u32 count = 0;
+  for (u32 lane = 0; lane < fc_cpu::kWarp; lane++) {
+    if (mask >> lane & 1u) count += w.votes[lane];
+  }
+  group_sync(mask);
+  return count;
+}
+FC_DEVICE u32 group_any(u32 mask, u32 predicate) { return group_count(mask, predicate) != 0; }
+FC_DEVICE u32 group_all(u32 mask, u32 predicate) {
+  return group_count(mask, predicate) == u32(__builtin_popcount(mask));
+}
+FC_DEVICE u64 now_ns() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return u64(t.tv_sec) * 1000000000ull + u64(t.tv_nsec);
+}
+
+// ---- evidence-carrying accesses -------------------------------------------------------------------------------------
+// 16 bytes in one access: aligned 16-byte vector moves are atomic on x86-64 with AVX, ldp/stp on aarch64 with LSE2
+// (fcomm/backends/cpu.py admits 16-byte encodings only where the processor says so).
+#if defined(__x86_64__)
+FC_DEVICE Cell ld_relaxed_sys(const Cell* p) {
+  __m128 v;
+  __asm__ volatile("movaps %1, %0" : "=x"(v) : "m"(*p) : "memory");
+  Cell c;
+  memcpy(&c, &v, 16);
+  return c;
+}
+FC_DEVICE void st_relaxed_sys(Cell* p, Cell c) {
+  __m128 v;
+  memcpy(&v, &c, 16);
+  __asm__ volatile("movaps %1, %0" : "=m"(*p) : "x"(v) : "memory");
+}
+#else
+FC_DEVICE Cell ld_relaxed_sys(const Cell* p) {
+  u64 lo, hi;
+  __asm__ volatile("ldp %0, %1, [%2]" : "=r"(lo), "=r"(hi) : "r"(p) : "memory");
+  return Cell{{u32(lo), u32(lo >> 32), u32(hi), u32(hi >> 32)}};
+}
+FC_DEVICE void st_relaxed_sys(Cell* p, Cell c) {
+  const u64 lo = c.w[0] | u64(c.w[1]) << 32, hi = c.w[2] | u64(c.w[3]) << 32;
+  __asm__ volatile("stp %0, %1, [%2]" ::"r"(lo), "r"(hi), "r"(p) : "memory");
+}
+#endif
+FC_DEVICE u32 ld_relaxed_sys(const u32* p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
+FC_DEVICE void st_relaxed_sys(u32* p, u32 v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
+FC_DEVICE u32 ld_acquire_sys(const u32* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
+FC_DEVICE void st_release_sys(u32* p, u32 v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
+FC_DEVICE void fence_sys() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+
+// No host instruction writes 128 bytes untorn, so a line is emulated: payload first and the flag's cell last, behind a
+// release; reading, the flag's cell first, then an acquire. The lanes meet in between.
+FC_DEVICE void st_relaxed_sys_line(Cell* p, Cell c, u32 mask) {
+  const bool flag_lane = lane_id() % 8 == 7;
+  if (!flag_lane) st_relaxed_sys(p, c);
+  group_sync(mask);
+  if (flag_lane) {
+    __atomic_thread_fence(__ATOMIC_RELEASE);
+    st_relaxed_sys(p, c);
+  }
+}
+FC_DEVICE Cell ld_relaxed_sys_line(const Cell* p, u32 mask) {
+  const bool flag_lane = lane_id() % 8 == 7;
+  Cell c = {};
+  if (flag_lane) {
+    c = ld_relaxed_sys(p);
+    __atomic_thread_fence(__ATOMIC_ACQUIRE);
+  }
+  group_sync(mask);
+  if (!flag_lane) c = ld_relaxed_sys(p);
+  return c;
+}
+
+// ---- rank-local words -----------------------------------------------------------------------------------------------
+struct EpochWords {
+  u32 epoch, poison;
+};
+FC_DEVICE EpochWords ld_epoch(const Control* c) {
+  const u64 v = __atomic_load_n(reinterpret_cast<const u64*>(c), __ATOMIC_RELAXED);
+  return EpochWords{u32(v), u32(v >> 32)};
+}
+FC_DEVICE u32 ld_relaxed_gpu(const u32* p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
+FC_DEVICE void st_relaxed_gpu(u32* p, u32 v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
+FC_DEVICE u64 ld_relaxed_gpu(const u64* p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
+FC_DEVICE void st_relaxed_gpu(u64* p, u64 v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
+FC_DEVICE u32 atomic_inc_wrap(u32* p, u32 last) {  // all blocks of a rank run on one OS thread
+  const u32 old = *p;
+  *p = old >= last ? 0 : old + 1;
+  return old;
+}
+FC_DEVICE u32 atomic_exchange(u32* p, u32 value) { return __atomic_exchange_n(p, value, __ATOMIC_RELAXED); }
+
+// ---- plain memory ---------------------------------------------------------------------------------------------------
+// memcpy: the caller's arrays have their own type, and reading them through another one must not be undefined.
+#define FC_PLAIN(type)                     \
+  FC_DEVICE type ld_plain(const type* p) { \
+    type v;                                \
+    memcpy(&v, p, sizeof v);               \
+    return v;                              \
+  }                                        \
+  FC_DEVICE void st_plain(type* p, type v) { memcpy(p, &v, sizeof v); }
+FC_PLAIN(u8)
+FC_PLAIN(u16)
+FC_PLAIN(u32)
+FC_PLAIN(u64)
+FC_PLAIN(Cell)
+#undef FC_PLAIN
+
+// ---- arithmetic -----------------------------------------------------------------------------------------------------
+FC_DEVICE float bits_to_float(u32 b) {
+  float f;
+  memcpy(&f, &b, 4);
+  return f;
+}
+FC_DEVICE u32 float_to_bits(float f) {
+  u32 b;
+  memcpy(&b, &f, 4);
+  return b;
+}
+// Hosts propagate NaN payloads, a GPU's addition returns one canonical NaN: the contract is the GPU's.
+FC_DEVICE float add_rn(float a, float b) {
+  const float r = a + b;
+  return r != r ? bits_to_float(0x7fffffffu) : r;
+}
+FC_DEVICE float half_to_float(u16 h) {
+  const u32 sign = u32(h & 0x8000u) << 16, exponent = h >> 10 & 31u, mantissa = h & 0x3ffu;
+  if (exponent == 31) return bits_to_float(mantissa ? 0x7fffffffu : sign | 0x7f800000u);
+  if (exponent) return bits_to_float(sign | (exponent + 112) << 23 | mantissa << 13);
+  const float magnitude = float(mantissa) * 0x1p-24f;  // zero or subnormal: exact
+  return bits_to_float(sign | float_to_bits(magnitude));
+}
+// Shifts right by `drop` bits (1 to 31), rounding to nearest, ties to even.
+FC_DEVICE u32 shift_rn(u32 v, u32 drop) {
+  const u32 kept = v >> drop, rest = v & ((1u << drop) - 1), half = 1u << (drop - 1);
+  return kept + (rest > half || (rest == half && (kept & 1u)));
+}
+FC_DEVICE u16 float_to_half(float f) {
+  const u32 b = float_to_bits(f), sign = b >> 16 & 0x8000u, magnitude = b & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) return 0x7fff;
+  if (magnitude >= 0x47800000u) return u16(sign | 0x7c00u);  // 2^16 and above
+  // Normal results; a carry out of the mantissa moves into the exponent and, at the top, to infinity, as it should.
+  if (magnitude >= 0x38800000u) return u16(sign | shift_rn(magnitude - 0x38000000u, 13));
+  const u32 exponent = magnitude >> 23;
+  if (exponent < 102) return u16(sign);  // below half of the smallest subnormal
+  return u16(sign | shift_rn((magnitude & 0x7fffffu) | 0x800000u, 126 - exponent));
+}
+FC_DEVICE u16 float_to_bfloat(float f) {
+  const u32 b = float_to_bits(f);
+  return (b & 0x7fffffffu) > 0x7f800000u ? u16(0x7fff) : u16(shift_rn(b, 16));
+}
+
+// Full float arithmetic for the duration of a grid, whatever the host program has set: no flush to zero.
+struct FloatMode {
+#if defined(__x86_64__)
+  unsigned saved = _mm_getcsr();
+  FloatMode() { _mm_setcsr(0x1f80); }
+  ~FloatMode() { _mm_setcsr(saved); }
+#else
+  u64 saved;
+  FloatMode() {
+    __asm__ volatile("mrs %0, fpcr" : "=r"(saved));
+    __asm__ volatile("msr fpcr, %0" ::"r"(u64(0)));
+  }
+  ~FloatMode() { __asm__ volatile("msr fpcr, %0" ::"r"(saved)); }
+#endif
+};
+
+}  // namespace fc
+
+#define FC_KERNEL(call)                                                                                 \
+  static void fc_body(const void* p) { call(*static_cast<const fc::Params*>(p)); }                      \
+  extern "C" __attribute__((visibility("default"))) int fc_launch(const fc::Params* p, unsigned blocks, \
+                                                                  unsigned threads) {                   \
+    fc::FloatMode mode;                                                                                 \
+    return fc_cpu::run_grid(blocks, threads, fc_body, p);                                               \
+  }                                                                                                     \
+  extern "C" __attribute__((visibility("default"))) const unsigned fc_sizes[3] = {                      \
+      unsigned(sizeof(fc::Params)), unsigned(sizeof(fc::Control)), unsigned(sizeof(fc::ErrorRecord))};

@@ -1,0 +1,72 @@
+// What a kernel is told about the communicator: one plain struct, passed by value, so that a launch reads no table.
+// fcomm/layout.py packs the same bytes (its dtype is compared with this struct by a test).
+#pragma once
+
+namespace fc {
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+// A slot region: `slots` copies (epoch parity, or Lamport's rotation) of one slot per source rank.
+// All ranks use the same offsets, so "where rank r's data lands" is one formula at sender and receiver.
+struct Region {
+  u64 offset;       // bytes from the start of the slab to copy 0, source 0
+  u64 copy_stride;  // bytes between two copies
+  u64 slot_stride;  // bytes between two sources; fixed, whatever the message size
+  u64 half_stride;  // bytes from a slot's start to the part that the second phase of a two-phase algorithm uses
+};
+
+// Which copy of its slots a Lamport encoding uses, and how far each copy was written.
+struct LamportState {
+  u32 copy;       // copy of the next call: 0, 1 or 2; stored as such, never derived from a counter that wraps
+  u32 cells[3];   // cells used from the start of each slot by the call that used that copy last
+  u32 cells2[3];  // the same for the half of the slot that a second phase uses
+  u32 reserved;
+};
+
+// Rank-local words. Only this rank's kernels write them, except that the host resets them between calls.
+struct Control {
+  u32 epoch;   // epoch of the next call
+  u32 poison;  // non-zero: a wait expired; kernels leave without pushing anything
+  u32 ticket;  // blocks of the running grid that have read the words above; wraps to 0 by itself
+  u32 claim;   // taken by the first block whose wait expires
+  u32 reserved[4];
+  LamportState lamport[2];
+  u32 reserved2[8];
+};
+
+// Where the first expired wait leaves its description, in memory that the host can read while the kernel runs.
+struct ErrorRecord {
+  u32 valid;  // written last, with release
+  u32 rank, peer, block, blocks_started, blocks, epoch, protocol;
+  u32 bytes_low, bytes_high;
+  u32 cell_low, cell_high;  // index of the 16-byte cell in the slot, or of the chunk whose flag was waited for
+  u32 seen[4];              // the cell as last read
+  u32 channel;
+  u32 reserved[15];
+};
+
+struct Params {
+  u64 slab[FC_N];  // base address of every rank's slab, as seen by this rank
+  u64 in;          // per call: input, output, message bytes, bytes between two ranks' parts of the output
+  u64 out;
+  u64 nbytes;
+  u64 out_stride;
+  u64 control;  // bytes from the start of the slab to this channel's Control
+  u64 error;    // address of this channel's ErrorRecord
+  u64 timeout_ns;
+  Region region[2];  // of the first and the second phase
+  u64 scrub_offset;  // bytes from the start of the slab: the epoch-evidenced regions of copy 0, contiguous
+  u64 scrub_stride;  // bytes to the same regions of copy 1
+  u64 scrub_bytes;
+  u32 scrub_from;   // first epoch of the scrubbing window; the window ends where the epoch wraps
+  u32 scrub_cells;  // 16-byte cells scrubbed per call in that window
+  u32 rank;
+  u32 channel;
+  u32 protocol;  // index in the registry, for the error record
+  u32 reserved;
+};
+
+}  // namespace fc

@@ -1,0 +1,160 @@
+// The only PTX of the project. Everything above speaks in these words; kernels_cu/cpu/primitives.hpp has the same
+// words for host threads, and a kernel that uses anything else does not run there.
+//
+// Naming: ld_/st_, then the ordering, then the scope. "sys" accesses are strong at system scope (PTX ".sys"), which is
+// what makes a store visible to a peer GPU and a poll see it. Evidence is only ever touched by these.
+#pragma once
+#include "params.cuh"
+
+#ifdef FC_CPU
+#include "cpu/primitives.hpp"
+#else
+
+namespace fc {
+
+#define FC_DEVICE __device__ __forceinline__
+
+// 16 bytes on the wire: the access width of every encoding's payload-carrying access.
+struct alignas(16) Cell {
+  u32 w[4];
+};
+
+// ---- evidence-carrying accesses -------------------------------------------------------------------------------------
+// One 128-bit STRONG.SYS instruction each (tests/unit/test_machine_code.py reads the cubin). 16-byte single-copy
+// atomicity is not in PTX's formal model; it rests on libcu++'s documented 16-byte loads and stores and on the link.
+FC_DEVICE Cell ld_relaxed_sys(const Cell* p) {
+  Cell c;
+  asm volatile("ld.relaxed.sys.global.v4.b32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(c.w[0]), "=r"(c.w[1]), "=r"(c.w[2]), "=r"(c.w[3])
+               : "l"(p)
+               : "memory");
+  return c;
+}
+FC_DEVICE void st_relaxed_sys(Cell* p, Cell c) {
+  asm volatile("st.relaxed.sys.global.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(c.w[0]), "r"(c.w[1]), "r"(c.w[2]),
+               "r"(c.w[3])
+               : "memory");
+}
+FC_DEVICE u32 ld_relaxed_sys(const u32* p) {
+  u32 v;
+  asm volatile("ld.relaxed.sys.global.b32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+FC_DEVICE void st_relaxed_sys(u32* p, u32 v) {
+  asm volatile("st.relaxed.sys.global.b32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+FC_DEVICE u32 ld_acquire_sys(const u32* p) {
+  u32 v;
+  asm volatile("ld.acquire.sys.global.b32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+FC_DEVICE void st_release_sys(u32* p, u32 v) {
+  asm volatile("st.release.sys.global.b32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+
+// A 128-byte line is eight lanes' cells, written and read by one instruction of eight converged lanes. `mask` names the
+// lanes; the host version needs it to order the lanes, here the instruction itself is the line (assumption A2).
+FC_DEVICE void st_relaxed_sys_line(Cell* p, Cell c, u32 /*mask*/) { st_relaxed_sys(p, c); }
+FC_DEVICE Cell ld_relaxed_sys_line(const Cell* p, u32 /*mask*/) { return ld_relaxed_sys(p); }
+
+// ---- rank-local words -----------------------------------------------------------------------------------------------
+// Relaxed at GPU scope: the words are shared by the blocks of one grid, and grids are ordered by the kernel boundary.
+struct EpochWords {
+  u32 epoch, poison;
+};
+FC_DEVICE EpochWords ld_epoch(const Control* c) {  // 8 bytes, one access: the two words are looked at together
+  EpochWords e;
+  asm volatile("ld.relaxed.gpu.global.v2.b32 {%0,%1}, [%2];" : "=r"(e.epoch), "=r"(e.poison) : "l"(c) : "memory");
+  return e;
+}
+FC_DEVICE u32 ld_relaxed_gpu(const u32* p) {
+  u32 v;
+  asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+FC_DEVICE void st_relaxed_gpu(u32* p, u32 v) {
+  asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+FC_DEVICE u64 ld_relaxed_gpu(const u64* p) {
+  u64 v;
+  asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
+FC_DEVICE void st_relaxed_gpu(u64* p, u64 v) {
+  asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
+// Adds 1 and wraps to 0 after `last`; returns the old value. The ticket of a grid of last + 1 blocks re-arms itself.
+FC_DEVICE u32 atomic_inc_wrap(u32* p, u32 last) {
+  u32 v;
+  asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(v) : "l"(p), "r"(last) : "memory");
+  return v;
+}
+FC_DEVICE u32 atomic_exchange(u32* p, u32 value) {
+  u32 v;
+  asm volatile("atom.relaxed.gpu.global.exch.b32 %0, [%1], %2;" : "=r"(v) : "l"(p), "r"(value) : "memory");
+  return v;
+}
+
+// ---- plain memory: the caller's arrays ------------------------------------------------------------------------------
+// Never the non-coherent path: a result may overwrite its own input.
+FC_DEVICE u8 ld_plain(const u8* p) { return *p; }
+FC_DEVICE u16 ld_plain(const u16* p) { return *p; }
+FC_DEVICE u32 ld_plain(const u32* p) { return *p; }
+FC_DEVICE u64 ld_plain(const u64* p) { return *p; }
+FC_DEVICE Cell ld_plain(const Cell* p) {
+  const uint4 v = *reinterpret_cast<const uint4*>(p);
+  return Cell{{v.x, v.y, v.z, v.w}};
+}
+FC_DEVICE void st_plain(u8* p, u8 v) { *p = v; }
+FC_DEVICE void st_plain(u16* p, u16 v) { *p = v; }
+FC_DEVICE void st_plain(u32* p, u32 v) { *p = v; }
+FC_DEVICE void st_plain(u64* p, u64 v) { *p = v; }
+FC_DEVICE void st_plain(Cell* p, Cell c) { *reinterpret_cast<uint4*>(p) = make_uint4(c.w[0], c.w[1], c.w[2], c.w[3]); }
+
+// ---- arithmetic -----------------------------------------------------------------------------------------------------
+// Explicitly rounded: no contraction and no flush to zero whatever the compiler's flags are.
+FC_DEVICE float add_rn(float a, float b) {
+  float r;
+  asm("add.rn.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+  return r;
+}
+FC_DEVICE float bits_to_float(u32 b) { return __uint_as_float(b); }
+FC_DEVICE u32 float_to_bits(float f) { return __float_as_uint(f); }
+FC_DEVICE float half_to_float(u16 h) {
+  float f;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h));
+  return f;
+}
+FC_DEVICE u16 float_to_half(float f) {
+  u16 h;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(f));
+  return h;
+}
+FC_DEVICE u16 float_to_bfloat(float f) {
+  u16 h;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(h) : "f"(f));
+  return h;
+}
+
+// ---- threads, time --------------------------------------------------------------------------------------------------
+FC_DEVICE u64 now_ns() {
+  u64 t;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
+  return t;
+}
+FC_DEVICE void spin_pause() {}  // a spinning warp costs its own issue slots only
+FC_DEVICE void fence_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+FC_DEVICE void block_barrier() { __syncthreads(); }
+FC_DEVICE u32 lane_id() { return threadIdx.x & 31u; }
+FC_DEVICE u32 group_any(u32 mask, u32 predicate) { return __any_sync(mask, predicate); }
+FC_DEVICE u32 group_all(u32 mask, u32 predicate) { return __all_sync(mask, predicate); }
+FC_DEVICE void group_sync(u32 mask) { __syncwarp(mask); }
+
+}  // namespace fc
+
+#define FC_KERNEL(call)                                                                                          \
+  extern "C" __global__ void __launch_bounds__(FC_MAX_THREADS) fc_kernel(const __grid_constant__ fc::Params p) { \
+    call(p);                                                                                                     \
+  }
+
+#endif

@@ -1,0 +1,446 @@
+"""What must hold between real ranks: a table of cases, run by `mpirun -n N python -m tests.ranks`.
+
+One mpirun runs the whole table, since starting ranks costs more than most cases. Each case is a function of a fresh
+communicator; it raises where something does not hold. Rank 0 prints one line a case, which pytest then reads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+from numpy.typing import NDArray
+
+import fcomm
+import fcomm.layout
+from fcomm import checks
+from fcomm.dtypes import REDUCIBLE
+from fcomm.errors import FcommError, HangError
+from fcomm.protocols import Protocol
+
+Case = Callable[[fcomm.Communicator], None]
+CASES: dict[str, Case] = {}
+COUNTS = (1, 2, 3, 5, 7, 8, 31, 32, 33, 64, 127, 255, 256, 1000, 1023, 2880, 4096, 10007)
+SHAPES = ((1, 32), (3, 32), (2, 96), (7, 64))
+
+
+def case(function: Case) -> Case:
+    CASES[function.__name__] = function
+    return function
+
+
+def reducing(comm: fcomm.Communicator) -> Iterator[tuple[Protocol, str]]:
+    """Every admitted all-reduce with every dtype it takes."""
+    for p in fcomm.protocols().values():
+        if p.collective == "all_reduce":
+            for t in p.dtypes:
+                if p.refusal(t.name, max(comm.world_size, 2), comm.capabilities) is None:
+                    yield p, t.name
+
+
+def place(comm: fcomm.Communicator, host: NDArray[Any], offset: int = 0) -> Any:
+    """The host array on the backend, `offset` elements into its allocation: misaligned for offset > 0."""
+    padded = np.concatenate([host[:1].repeat(offset) if len(host) else host[:0], host.reshape(-1)])
+    return comm.from_host(padded)[offset if len(host) else 0 :]
+
+
+def poisoned(comm: fcomm.Communicator, count: int, dtype: str, offset: int = 0) -> Any:
+    host = np.empty(count + offset, REDUCIBLE[dtype].numpy)
+    checks.poison(host)
+    return comm.from_host(host)[offset:]
+
+
+def reduce_once(
+    comm: fcomm.Communicator, name: str, dtype: str, count: int, seed: tuple[int, ...],
+    *, offset: int = 0, out_offset: int = 0, in_place: bool = False, shape: tuple[int, int] | None = None,
+    data: list[NDArray[Any]] | None = None,
+) -> NDArray[Any]:  # fmt: skip
+    """One verified all-reduce on fresh data; returns the result."""
+    n = comm.world_size
+    xs = data or [checks.inputs(seed, r, n, count, dtype) for r in range(n)]
+    x = place(comm, xs[comm.rank], offset)
+    out = x if in_place else poisoned(comm, count, dtype, out_offset)
+    y = comm.all_reduce(x, out, protocol=name, shape=shape)
+    got = comm.to_host(y)
+    comm.check()
+    wrong = checks.wrong_elements(got, checks.reduce_reference(xs))
+    assert wrong == 0, (
+        f"{name} {dtype} count={count} seed={seed} shape={shape}: {wrong} wrong elements on rank {comm.rank}"
+    )
+    return got
+
+
+@contextmanager
+def refused(*words: str) -> Iterator[None]:
+    """The block must raise one of the package's errors, in one sentence that has these words in it."""
+    try:
+        yield
+    except FcommError as error:
+        text = str(error)
+        missing = [w for w in words if w not in text]
+        assert not missing, f"expected {missing} in: {text}"
+        assert "\n" not in text, text
+        return
+    raise AssertionError(f"nothing was raised; expected an error that says {words}")
+
+
+# ---- results --------------------------------------------------------------------------------------------------------
+
+
+@case
+def every_protocol_dtype_and_length(comm: fcomm.Communicator) -> None:
+    for p, dtype in reducing(comm):
+        for k, count in enumerate(COUNTS):
+            reduce_once(comm, p.name, dtype, count, (1, k), in_place=k % 3 == 0)
+
+
+@case
+def misaligned_views(comm: fcomm.Communicator) -> None:
+    for p, dtype in reducing(comm):
+        for k, (a, b) in enumerate([(1, 0), (0, 1), (1, 1), (3, 2), (2, 3)]):
+            for count in (1, 6, 33, 1001):
+                # Alignment is a local fact: the ranks differ in it.
+                a_here, b_here = (a, b) if comm.rank % 2 == 0 else (b, a)
+                reduce_once(comm, p.name, dtype, count, (2, k, count), offset=a_here, out_offset=b_here)
+                reduce_once(comm, p.name, dtype, count, (3, k, count), offset=a_here, in_place=True)
+
+
+@case
+def any_grid_even_a_different_one_on_each_rank(comm: fcomm.Communicator) -> None:
+    for p, dtype in reducing(comm):
+        if dtype == "int32":
+            continue
+        for k, shape in enumerate(SHAPES):
+            reduce_once(comm, p.name, dtype, 1500 + k, (4, k), shape=shape)
+            other = SHAPES[(k + comm.rank) % len(SHAPES)]
+            reduce_once(comm, p.name, dtype, 1500 + k, (5, k), shape=other)
+
+
+@case
+def fresh_data_and_changing_sizes_in_many_calls(comm: fcomm.Communicator) -> None:
+    """Every call has new data, so a stale slot shows; sizes jump between large and small, protocols and dtypes mix."""
+    rng = np.random.default_rng(6)
+    pairs = list(reducing(comm))
+    calls = MANY_CALLS
+    for k in range(calls):
+        p, dtype = pairs[int(rng.integers(len(pairs)))]
+        count = int(rng.choice([1, 17, 64, 300, 1024, 3000]))
+        shape = SHAPES[int(rng.integers(len(SHAPES)))] if k % 4 == 0 else None
+        reduce_once(comm, p.name, dtype, count, (6, k), in_place=bool(rng.integers(2)), shape=shape)
+
+
+@case
+def larger_than_a_slot(comm: fcomm.Communicator) -> None:
+    """A message beyond the capacity is handled in pieces, none of it lost."""
+    for p in fcomm.protocols().values():
+        if p.collective == "all_reduce" and p.refusal("float32", max(comm.world_size, 2), comm.capabilities) is None:
+            count = comm.layout.piece_bytes(p) // 4 + 5
+            reduce_once(comm, p.name, "float32", count, (7,))
+            reduce_once(comm, p.name, "float32", 2 * count, (8,), in_place=True)
+
+
+@case
+def special_values(comm: fcomm.Communicator) -> None:
+    """Zeros of both signs, subnormals, infinities and NaNs of every kind, each against each."""
+    n = comm.world_size
+    for p, dtype in reducing(comm):
+        values = checks.special_values(dtype)
+        rng = np.random.default_rng(9)
+        for repeat in range(4):
+            xs = [rng.permutation(np.tile(values, 12)) for _ in range(n)]
+            if repeat == 0:  # all ranks alike: a sum of -0.0 stays -0.0, NaN stays NaN
+                xs = [np.tile(values, 12)] * n
+            reduce_once(comm, p.name, dtype, len(xs[0]), (9,), data=xs)
+
+
+@case
+def order_is_rank_order(comm: fcomm.Communicator) -> None:
+    """Rank 0 has 1.0 and the others 2^-9: added first to last in float32, nothing is lost before the last rounding."""
+    n = comm.world_size
+    for p, dtype in reducing(comm):
+        if dtype != "bfloat16":
+            continue
+        element = REDUCIBLE[dtype].numpy
+        xs = [np.full(100, 1.0 if r == 0 else 2.0**-9, np.float32).astype(element) for r in range(n)]
+        got = reduce_once(comm, p.name, dtype, 100, (10,), data=xs)
+        if n == 8:  # in bfloat16, one at a time, all the small ones would vanish
+            assert (got.astype(np.float32) == 1.015625).all()
+
+
+@case
+def same_bits_on_all_ranks_and_for_all_protocols(comm: fcomm.Communicator) -> None:
+    for dtype in REDUCIBLE:
+        results = [
+            reduce_once(comm, p.name, dtype, 777, (11,)).tobytes()
+            for p, d in reducing(comm)
+            if d == dtype and not p.algorithm.own_contract
+        ]
+        assert len(set(results)) == 1
+        assert len(set(comm.mpi.allgather(results[0]))) == 1
+
+
+@case
+def nothing_to_do(comm: fcomm.Communicator) -> None:
+    before = comm.backend.control()["epoch"].copy()
+    for p, dtype in reducing(comm):
+        reduce_once(comm, p.name, dtype, 0, (12,))
+    assert (comm.backend.control()["epoch"] == before).all(), "an empty call advanced the epoch"
+
+
+@case
+def any_shape_and_a_result_of_its_own(comm: fcomm.Communicator) -> None:
+    n = comm.world_size
+    xs = [checks.inputs(13, r, n, 60, "float32").reshape(3, 4, 5) for r in range(n)]
+    y = comm.all_reduce(comm.from_host(xs[comm.rank]))
+    assert y.shape == (3, 4, 5)
+    assert checks.wrong_elements(comm.to_host(y), checks.reduce_reference(xs)) == 0
+
+
+@case
+def prepared_calls(comm: fcomm.Communicator) -> None:
+    n = comm.world_size
+    x, out = comm.from_host(np.zeros(500, np.float32)), poisoned(comm, 500, "float32")
+    call = comm.prepare("all_reduce", x, out)
+    for k in range(20):
+        xs = [checks.inputs((14, k), r, n, 500, "float32") for r in range(n)]
+        x[:] = comm.from_host(xs[comm.rank])
+        assert call() is out
+        assert checks.wrong_elements(comm.to_host(out), checks.reduce_reference(xs)) == 0
+
+
+# ---- epochs and reuse -----------------------------------------------------------------------------------------------
+
+
+@case
+def epoch_counts_calls(comm: fcomm.Communicator) -> None:
+    start = int(comm.backend.control()["epoch"][0])
+    protocols = [p.name for p, d in reducing(comm) if d == "float32"]
+    for k, name in enumerate(protocols):
+        reduce_once(comm, name, "float32", 100 + k, (15, k), shape=SHAPES[k % len(SHAPES)])
+    launches = len(protocols) if comm.world_size > 1 else 0  # one rank copies
+    control = comm.backend.control()
+    assert int(control["epoch"][0]) == start + launches
+    assert int(control["ticket"][0]) == 0, "the ticket re-arms itself"
+
+
+@case
+def wrap_of_the_epoch_with_old_evidence(comm: fcomm.Communicator) -> None:
+    """Just before the epoch wraps, every slot is full of evidence of an epoch that comes after the wrap, as large calls
+    one period ago would have left it. Only scrubbing keeps the call with that epoch from believing it."""
+    if comm.world_size == 1:
+        return
+    users: dict[tuple[str, ...], str] = {}  # one protocol for each set of epoch-evidenced regions
+    for p, dtype in reducing(comm):
+        if dtype == "float32" and any(comm.layout.regions()[r].copies == 2 for r in p.regions):
+            users.setdefault(p.regions, p.name)
+    epoch_of = {name: fcomm.layout.FIRST_EPOCH + 2 * k for k, name in enumerate(users.values())}
+    comm.mpi.Barrier()
+    for regions, name in users.items():
+        for region in (comm.layout.regions()[r] for r in regions):
+            for copy in range(region.copies if region.copies == 2 else 0):
+                old = np.full(comm.world_size * region.slot_stride // 4, epoch_of[name] + copy, np.uint32)
+                comm.backend.write_slab(region.offset + copy * region.copy_stride, old.view(np.uint8))
+    start = comm.layout.scrub_from()
+    words = comm.backend.control()
+    words["epoch"] = start
+    comm.backend.write_control(words)
+    comm.mpi.Barrier()
+    small = comm.prepare("all_reduce", comm.from_host(np.ones(1, np.float32)), protocol=next(iter(users.values())))
+    for _ in range((1 << 32) - start):
+        small()
+    comm.check()
+    assert int(comm.backend.control()["epoch"][0]) == fcomm.layout.FIRST_EPOCH, "0 and 1 are skipped"
+    # One rank comes late, so the others look at their slots before its evidence can have arrived.
+    for name, epoch in epoch_of.items():
+        for copy in (0, 1):
+            assert int(comm.backend.control()["epoch"][0]) == epoch + copy
+            time.sleep(0.1 if comm.rank == 0 else 0)
+            reduce_once(comm, name, "float32", 9000, (16, epoch, copy))
+
+
+@case
+def two_communicators_in_turn(comm: fcomm.Communicator) -> None:
+    with make(comm) as other:
+        for k in range(30):
+            p, dtype = list(reducing(comm))[k % len(list(reducing(comm)))]
+            reduce_once(comm, p.name, dtype, 200 + k, (17, k))
+            reduce_once(other, p.name, dtype, 200 - k, (18, k))
+
+
+@case
+def split_halves(comm: fcomm.Communicator) -> None:
+    if comm.world_size < 4:
+        return
+    half = comm.mpi.Split(comm.rank * 2 // comm.world_size, comm.rank)
+    assert isinstance(half, MPI.Intracomm)
+    with fcomm.Communicator(half, backend=comm.backend.name, max_bytes=1 << 16) as part:
+        for k in range(10):
+            for p, dtype in reducing(part):
+                reduce_once(part, p.name, dtype, 150 + k, (19, k))
+            reduce_once(comm, "one_shot.ll", "float32", 150 + k, (20, k))
+    half.Free()
+
+
+# ---- bad input ------------------------------------------------------------------------------------------------------
+
+
+@case
+def arrays_that_are_refused(comm: fcomm.Communicator) -> None:
+    x = comm.from_host(np.ones((4, 6), np.float32))
+    with refused("contiguous"):
+        comm.all_reduce(x.T)
+    with refused("contiguous"):
+        comm.all_reduce(x[:, ::2])
+    with refused("float64", "cannot be reduced"):
+        comm.all_reduce(comm.from_host(np.ones(4, np.float64)))
+    with refused("out is"):
+        comm.all_reduce(x, comm.from_host(np.ones((6, 4), np.float32)))
+    with refused("out is"):
+        comm.all_reduce(x, comm.from_host(np.ones((4, 6), np.int32)))
+    flat = comm.from_host(np.ones(20, np.float32))
+    with refused("overlaps"):
+        comm.all_reduce(flat[:10], flat[5:15])
+    with refused("list"):
+        comm.all_reduce([1.0, 2.0])
+    reduce_once(comm, "auto", "float32", 33, (21,))  # and the communicator is as good as before
+
+
+@case
+def options_that_are_refused(comm: fcomm.Communicator) -> None:
+    x = comm.from_host(np.ones(10, np.float32))
+    with refused("no protocol", "one_shot.ll"):
+        comm.all_reduce(x, protocol="one_shot.nosuch")
+    with refused("op", "sum"):
+        comm.all_reduce(x, op="max")
+    with refused("channel"):
+        comm.all_reduce(x, channel=1)
+    if comm.world_size > 1:
+        with refused("multiple of 32"):
+            comm.all_reduce(x, shape=(1, 33))
+        with refused("blocks"):
+            comm.all_reduce(x, shape=(0, 32))
+    with refused("no collective"):
+        comm.prepare("all_to_all", x)
+
+
+@case
+def ranks_that_disagree_in_checked_mode(comm: fcomm.Communicator) -> None:
+    if comm.world_size == 1:
+        return
+    with make(comm, checked=True) as checked:
+        reduce_once(checked, "auto", "float32", 50, (22,))
+        with refused("disagree", "nothing was launched"):
+            checked.all_reduce(comm.from_host(np.ones(50 + comm.rank, np.float32)))
+        dtype = np.float32 if comm.rank else np.float16
+        with refused("disagree"):
+            checked.all_reduce(comm.from_host(np.ones(50, dtype)))
+        reduce_once(checked, "auto", "float32", 50, (23,))
+
+
+@case
+def ranks_that_disagree_at_construction(comm: fcomm.Communicator) -> None:
+    if comm.world_size == 1:
+        return
+    with refused("disagree"):
+        fcomm.Communicator(comm.mpi, backend=comm.backend.name, max_bytes=(1 << 16) + comm.rank)
+    with refused("max_bytes must be positive"):
+        fcomm.Communicator(comm.mpi, backend=comm.backend.name, max_bytes=-1 if comm.rank == 0 else 1 << 16)
+
+
+def hang_of(comm: fcomm.Communicator, name: str) -> HangError:
+    """The error of a call for which a rank is missing."""
+    try:
+        comm.all_reduce(comm.from_host(np.ones(100, np.float32)), protocol=name)
+        comm.backend.synchronize()
+        comm.check()
+    except HangError as error:
+        return error
+    raise AssertionError(f"{name}: the missing rank was not noticed")
+
+
+@case
+def a_hang_is_named_and_can_be_reset(comm: fcomm.Communicator) -> None:
+    n = comm.world_size
+    if n == 1:
+        return
+    late = n - 1
+    for p, dtype in reducing(comm):
+        if dtype != "float32":
+            continue
+        with make(comm, timeout_s=0.4) as victim:
+            reduce_once(victim, p.name, dtype, 100, (24,))
+            epoch = int(victim.backend.control()["epoch"][0])
+            if comm.rank != late:
+                error = hang_of(victim, p.name)
+                assert f"rank {comm.rank} gave up waiting for rank" in str(error), error
+                assert p.name in str(error), error
+                record = {k: v for k, v in error.record.items() if k in ("rank", "epoch", "nbytes")}
+                assert record == {"rank": comm.rank, "epoch": epoch, "nbytes": 400}, error.record
+                # The rank that never came; with more than one hop, perhaps a rank that gave up on it. Never oneself.
+                assert error.record["peer"] != comm.rank, error.record
+                assert error.record["peer"] == late or p.algorithm.rounds > 1, error.record
+                with refused("gave up waiting", "reset()"):
+                    victim.all_reduce(comm.from_host(np.ones(100, np.float32)), protocol=p.name)
+            victim.reset()
+            for k in range(3):
+                reduce_once(victim, p.name, dtype, 100, (25, k))
+
+
+@case
+def close_is_idempotent(comm: fcomm.Communicator) -> None:
+    other = make(comm)
+    other.close()
+    other.close()
+    with refused("closed"):
+        other.all_reduce(comm.from_host(np.ones(3, np.float32)))
+
+
+# ---- running the table ----------------------------------------------------------------------------------------------
+
+MANY_CALLS = 500
+
+
+def make(comm: fcomm.Communicator, **options: Any) -> fcomm.Communicator:
+    return fcomm.Communicator(comm.mpi, **{"backend": comm.backend.name, "max_bytes": 1 << 16, **options})
+
+
+def run_case(mpi: MPI.Intracomm, backend: str, function: Case) -> float:
+    """Runs one case on a communicator of its own; seconds it took. A rank that fails ends all of them: the others may
+    wait for it anywhere, and what they would do next says nothing."""
+    start = time.monotonic()
+    try:
+        with fcomm.Communicator(mpi, backend=backend, max_bytes=1 << 16, timeout_s=20) as comm:
+            function(comm)
+    except Exception:
+        trace = traceback.format_exc().replace("\n", "\n    ")
+        print(f"FAIL {function.__name__} on rank {mpi.rank}\n    {trace}", flush=True)
+        time.sleep(0.2)  # the launcher passes the line on before it ends the others
+        mpi.Abort(1)
+    mpi.Barrier()
+    return time.monotonic() - start
+
+
+def main() -> int:
+    global MANY_CALLS
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--backend", default="cpu")
+    parser.add_argument("--cases", nargs="*", default=list(CASES))
+    parser.add_argument("--calls", type=int, default=MANY_CALLS, help="calls of the case with fresh data in each")
+    options = parser.parse_args()
+    MANY_CALLS = options.calls
+    mpi = MPI.COMM_WORLD
+    for name in options.cases:
+        seconds = run_case(mpi, options.backend, CASES[name])
+        if mpi.rank == 0:
+            print(f"PASS {name} {seconds:.2f}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
