@@ -63,11 +63,10 @@ def latency(run: Run, mode: str | None = None, collective: str = "all_reduce") -
         axis.set_ylabel("latency (µs), slowest rank")
     _legend(figure, axes)
     dtypes = ", ".join(sorted(frame["dtype"].unique()))
-    figure.suptitle(
-        f"{collective.replace('_', '-')} latency, {dtypes}, mode {mode}\n{run.taken_on}", fontsize=10
-    )
+    figure.suptitle(f"{collective.replace('_', '-')} latency, {dtypes}, mode {mode}\n{run.taken_on}", fontsize=10)
     launches = int(frame["launches"].max())
-    calls = f"{int(frame['iterations'].min())} to {int(frame['iterations'].max())}"
+    fewest, most = int(frame["iterations"].min()), int(frame["iterations"].max())
+    calls = f"{most}" if fewest == most else f"{fewest} to {most}"
     figure.supxlabel(
         f"message size\n\nMedian over {calls} calls of the slowest rank; bands: 95 % interval of the median; "
         f"{launches} {'launch' if launches == 1 else 'launches'}",
@@ -90,12 +89,8 @@ def _latency_panel(axis: Axes, frame: Any, several_dtypes: bool) -> None:
             look = style(protocol)
             label = f"{protocol}, {dtype}" if several_dtypes else protocol
             dash = DASHES[dtypes.index(dtype) % len(DASHES)]
-            axis.plot(
-                x, line["latency_us"], label=label, linestyle=dash, markersize=4.5, linewidth=1.4, **look
-            )
-            axis.fill_between(
-                x, line["low_us"], line["high_us"], color=look["color"], alpha=0.22, linewidth=0
-            )
+            axis.plot(x, line["latency_us"], label=label, linestyle=dash, markersize=4.5, linewidth=1.4, **look)
+            axis.fill_between(x, line["low_us"], line["high_us"], color=look["color"], alpha=0.22, linewidth=0)
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
     _size_ticks(axis, sorted(int(b) for b in frame["nbytes"].unique()))
@@ -107,12 +102,13 @@ def _latency_panel(axis: Axes, frame: Any, several_dtypes: bool) -> None:
 
 def _size_ticks(axis: Axes, sizes: list[int]) -> None:
     """Labels at measured sizes only, as many as there is room for; the first and the last always."""
-    step = max(1, -(-(len(sizes) - 1) // 5))
-    shown = (
-        sizes[::step]
-        if (len(sizes) - 1) % step == 0
-        else [*sizes[: len(sizes) - step // 2 - 1 : step], sizes[-1]]
-    )
+    room = np.log2(sizes[-1] / sizes[0]) / 5.5
+    shown = [sizes[0]]
+    for nbytes in sizes[1:-1]:
+        if np.log2(nbytes / shown[-1]) >= room and np.log2(sizes[-1] / nbytes) >= room:
+            shown.append(nbytes)
+    if len(sizes) > 1:
+        shown.append(sizes[-1])
     axis.set_xticks(shown, [size_label(b) for b in shown], fontsize=7.5)
     axis.set_xticks(sizes, [""] * len(sizes), minor=True)
 
@@ -123,9 +119,7 @@ def _plain_microseconds(axis: Axes) -> None:
     low, high = axis.get_ylim()
     wide = high / low > 30
     axis.yaxis.set_major_locator(LogLocator(base=10, subs=(1.0,) if wide else (1.0, 2.0, 5.0)))
-    axis.yaxis.set_major_formatter(
-        FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}")
-    )
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}"))
     axis.yaxis.set_minor_locator(LogLocator(base=10, subs=tuple(np.arange(2.0, 10.0))))
     axis.yaxis.set_minor_formatter(NullFormatter())
 

@@ -54,9 +54,7 @@ class Request:
             values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in content.items()}
             return cls(**values)
         except TypeError:
-            raise RecordError(
-                "the run's request is not one that this version of the sweep understands"
-            ) from None
+            raise RecordError("the run's request is not one that this version of the sweep understands") from None
 
 
 class _Parser(argparse.ArgumentParser):
@@ -80,28 +78,18 @@ def parser() -> argparse.ArgumentParser:
         metavar="LIST",
         help="rank counts: 2,4,8 or 2..8 (powers of two, and all that were started)",
     )
-    p.add_argument(
-        "--dtypes", metavar="LIST", help="element types: float32, float16, bfloat16, int32 (float32)"
-    )
-    p.add_argument(
-        "--protocols", metavar="LIST", help="names as in `python -m fcomm info` (all that are admitted)"
-    )
+    p.add_argument("--dtypes", metavar="LIST", help="element types: float32, float16, bfloat16, int32 (float32)")
+    p.add_argument("--protocols", metavar="LIST", help="names as in `python -m fcomm info` (all that are admitted)")
     p.add_argument(
         "--modes",
         metavar="LIST",
         help="; ".join(f"{m.name}: {m.meaning}" for m in MODES.values()) + " (host)",
     )
-    p.add_argument(
-        "--backend", choices=("auto", "cpu", "cuda"), help="auto: cuda where there is a GPU (auto)"
-    )
-    p.add_argument(
-        "--budget", metavar="TIME", help=f"for everything from start to figure: 60s, 10m ({DEFAULT_BUDGET})"
-    )
+    p.add_argument("--backend", choices=("auto", "cpu", "cuda"), help="auto: cuda where there is a GPU (auto)")
+    p.add_argument("--budget", metavar="TIME", help=f"for everything from start to figure: 60s, 10m ({DEFAULT_BUDGET})")
     p.add_argument("--seed", type=int, metavar="INT", help="of the data and of the order of candidates (0)")
     p.add_argument("--out", type=Path, metavar="DIR", help="folder for runs (results)")
-    p.add_argument(
-        "--resume", type=Path, metavar="RUN", help="finish an interrupted run, as it was asked for"
-    )
+    p.add_argument("--resume", type=Path, metavar="RUN", help="finish an interrupted run, as it was asked for")
     p.add_argument("--dry-run", action="store_true", help="list the cases and the expected time; run nothing")
     return p
 
@@ -127,14 +115,15 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     found: set[int] = set()
     for item in _items("--sizes", text):
         first, dots, last = item.partition("..")
-        low = parse_size(first)
-        high = parse_size(last) if dots else low
+        try:
+            low = parse_size(first)
+            high = parse_size(last) if dots else low
+        except ArgumentError as error:
+            raise ArgumentError(f"--sizes {text!r}: {error}") from None
         if high < low:
             raise ArgumentError(f"--sizes {item!r} runs backwards: write {last}..{first}")
         if high > LARGEST:
-            raise ArgumentError(
-                f"--sizes {item!r} is beyond {size_label(LARGEST)}, the largest message of the sweep"
-            )
+            raise ArgumentError(f"--sizes {item!r} is beyond {size_label(LARGEST)}, the largest message of the sweep")
         while low <= high:
             found.add(low)
             low *= 2
@@ -148,14 +137,10 @@ def parse_ranks(text: str, started: int | None) -> tuple[int, ...]:
         bounds = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", item)
         low, high = (int(bounds[1]), int(bounds[2] or bounds[1])) if bounds else (0, 0)
         if low < 1 or high < low or high > MOST_RANKS:
-            raise ArgumentError(
-                f"--ranks {item!r} is not a number of ranks: use a list such as 2,4,8 or 2..8"
-            )
+            raise ArgumentError(f"--ranks {item!r} is not a number of ranks: use a list such as 2,4,8 or 2..8")
         found.update(range(low, high + 1))
     if started is not None and max(found) > started:
-        more = (
-            f"--ranks asks for {max(found)} ranks and {started} {'was' if started == 1 else 'were'} started"
-        )
+        more = f"--ranks asks for {max(found)} ranks and {started} {'was' if started == 1 else 'were'} started"
         raise ArgumentError(f"{more}: use mpirun -n {max(found)}")
     return tuple(sorted(found))
 
@@ -172,17 +157,19 @@ def _known(option: str, names: list[str], known: Sequence[str]) -> tuple[str, ..
     return tuple(dict.fromkeys(names))
 
 
+def _given(value: str | None, default: str) -> str:
+    return default if value is None else value  # an empty list is a mistake, not the default
+
+
 def build_request(args: argparse.Namespace, started: int) -> Request:
     """The request of the command line; `ArgumentError` or `NotAdmittedError` for nonsense."""
-    sizes = parse_sizes(args.sizes or DEFAULT_SIZES)
-    dtypes = tuple(dict.fromkeys(reducible(d).name for d in _items("--dtypes", args.dtypes or "float32")))
+    sizes = parse_sizes(_given(args.sizes, DEFAULT_SIZES))
+    dtypes = tuple(dict.fromkeys(reducible(d).name for d in _items("--dtypes", _given(args.dtypes, "float32"))))
     for dtype in dtypes:
         itemsize = reducible(dtype).itemsize
         for nbytes in sizes:
             if nbytes % itemsize:
-                raise ArgumentError(
-                    f"--sizes {nbytes} is no whole number of {dtype} elements of {itemsize} bytes"
-                )
+                raise ArgumentError(f"--sizes {nbytes} is no whole number of {dtype} elements of {itemsize} bytes")
     names = [] if args.protocols is None else _items("--protocols", args.protocols)
     for name in names:
         if protocol(name).collective != COLLECTIVE:
@@ -203,16 +190,14 @@ def build_request(args: argparse.Namespace, started: int) -> Request:
         ranks=ranks,
         dtypes=dtypes,
         protocols=tuple(dict.fromkeys(names)),
-        modes=_known("--modes", _items("--modes", args.modes or "host"), list(MODES)),
-        budget_s=parse_time(args.budget or DEFAULT_BUDGET),
+        modes=_known("--modes", _items("--modes", _given(args.modes, "host")), list(MODES)),
+        budget_s=parse_time(_given(args.budget, DEFAULT_BUDGET)),
         seed=seed,
         backend=args.backend or "auto",
     )
 
 
-def candidates(
-    request: Request, n: int, dtype: str, admitted: dict[str, str | None]
-) -> dict[str, str | None]:
+def candidates(request: Request, n: int, dtype: str, admitted: dict[str, str | None]) -> dict[str, str | None]:
     """Protocols for a rank count and dtype, with the reason where one may not run."""
     if n == 1:
         return {COPY: None}
@@ -272,6 +257,4 @@ def dry_run(request: Request) -> str:
         f"{len(lines)} cases on the {backend} backend; expected time about {total:.0f} s, at most the budget of "
         f"{request.budget_s:.0f} s{note}"
     )
-    return "\n".join(
-        ["#  ranks       size        type  protocol              mode      a call, roughly", *lines, end]
-    )
+    return "\n".join(["#  ranks       size        type  protocol              mode      a call, roughly", *lines, end])

@@ -98,6 +98,7 @@ class Sweep:
         self.recorder: records.Recorder | None = None
         self.launch = 0
         self.owed: dict[int, int] = {}
+        self.write_error: RecordError | None = None
         self.facts: dict[str, Any] = {}
         self.subs = {n: _first(world, n) for n in request.ranks}
 
@@ -141,9 +142,7 @@ class Sweep:
             launch = self.recorder.begin(self.facts, resumes=True)
             return launch, run.owed, {number: every[number] for number in run.owed}
 
-        self.launch, self.owed, only = on_root(
-            self.world, create if resume is None else lambda: reopen(resume)
-        )
+        self.launch, self.owed, only = on_root(self.world, create if resume is None else lambda: reopen(resume))
         return only
 
     def _expected_bytes(self) -> int:
@@ -184,9 +183,7 @@ class Sweep:
                     if only is not None:
                         wanted = set(only.values())
                         point = {case: None for case in point if case in wanted}
-                    found += [
-                        Surveyed(case, status="refused", reason=why) for case, why in point.items() if why
-                    ]
+                    found += [Surveyed(case, status="refused", reason=why) for case, why in point.items() if why]
                     run = [case for case, why in point.items() if why is None]
                     if run and comm.mpi.bcast(self.elapsed_s() < deadline_s):
                         found += self._survey_point(comm, run)
@@ -206,14 +203,10 @@ class Sweep:
         found = []
         for case, launch in launches.items():
             blocks, threads = measure.grid(comm, case, x, out)
-            s = Surveyed(
-                case, blocks=blocks, threads=threads, wrong=wrong[case], checked_calls=measure.CHECKED_CALLS
-            )
+            s = Surveyed(case, blocks=blocks, threads=threads, wrong=wrong[case], checked_calls=measure.CHECKED_CALLS)
             if s.wrong:
                 s.status = "wrong"
-                s.reason = (
-                    f"{s.wrong} of {count * comm.world_size * measure.CHECKED_CALLS} elements were wrong"
-                )
+                s.reason = f"{s.wrong} of {count * comm.world_size * measure.CHECKED_CALLS} elements were wrong"
             else:
                 start = time.perf_counter()
                 MODES[case.mode].sample(comm, launch, 2)
@@ -301,23 +294,20 @@ class Sweep:
                 allowed_s = self.left_s() * weights[n] / max(ahead, 1e-9) if boxed else float("inf")
                 in_turn(self.world, n, partial(self._time_ranks, n, groups[n], allowed_s, advance))
 
-    def _time_ranks(
-        self, n: int, group: list[Surveyed], allowed_s: float, advance: Callable[[int, str], None]
-    ) -> None:
+    def _time_ranks(self, n: int, group: list[Surveyed], allowed_s: float, advance: Callable[[int, str], None]) -> None:
         start = time.perf_counter()
         with self._communicator(n) as comm:
             bound = self._bind(comm, group)
             schedule = {s.number: measure.visits(s.planned) for s in group}
             rng = np.random.default_rng([self.request.seed, self.launch, n])  # the same order on all ranks
             for k in range(measure.ROUNDS):
-                error: RecordError | None = None
                 for i in rng.permutation(len(group)):
                     s = group[i]
-                    error = error or self._visit(comm, s, bound[s.case], schedule[s.number][k], advance)
+                    self._visit(comm, s, bound[s.case], schedule[s.number][k], advance)
                 # Rounds end for all candidates and ranks alike; calls within a round were fixed before the first.
                 spent = time.perf_counter() - start
                 late = spent * (k + 2) / (k + 1) > allowed_s
-                error, late = comm.mpi.bcast((error, late))
+                error, late = comm.mpi.bcast((self.write_error, late))
                 if error is not None:
                     raise error
                 if late:
@@ -344,20 +334,20 @@ class Sweep:
         launch: measure.Launch,
         calls: int,
         advance: Callable[[int, str], None],
-    ) -> RecordError | None:
-        """One visit of a case. A record that cannot be written is returned: the round ends on all ranks first."""
+    ) -> None:
+        """One visit of a case. Records that cannot be written end the round, on all ranks, not the visit."""
         if not calls:
-            return None
+            return
         mode = MODES[s.case.mode]
         mode.sample(comm, launch, measure.WARMUP)
         nanoseconds = measure.gather(comm.mpi, mode.sample(comm, launch, calls))
-        if nanoseconds is not None and self.recorder is not None:
-            try:
-                self.recorder.append(s.number, nanoseconds)
-            except RecordError as error:
-                return error
-            advance(calls, f"{s.case.ranks} ranks")
-        return None
+        if nanoseconds is None or self.recorder is None or self.write_error is not None:
+            return
+        try:
+            self.recorder.append(s.number, nanoseconds)
+        except RecordError as error:
+            self.write_error = error
+        advance(calls, f"{s.case.ranks} ranks")
 
     @contextmanager
     def _progress(self, total: int) -> Iterator[Callable[[int, str], None]]:
@@ -419,9 +409,7 @@ def _remarks(run: records.Run) -> Iterator[str]:
     for status, what in (("dropped", "not measured"), ("wrong", "WRONG RESULTS, never timed")):
         cases = run.cases[run.cases["status"] == status]
         for reason, of_it in cases.groupby("reason", sort=False):
-            listed = [
-                f"{c['protocol']} {size_label(c['nbytes'])} {c['dtype']} on {c['ranks']}" for c in rows(of_it)
-            ]
+            listed = [f"{c['protocol']} {size_label(c['nbytes'])} {c['dtype']} on {c['ranks']}" for c in rows(of_it)]
             more = f" and {len(listed) - 6} more" if len(listed) > 6 else ""
             yield f"# {what} ({reason}): {', '.join(listed[:6])}{more}"
     measured = run.cases[run.cases["status"] == "measured"]
@@ -455,8 +443,9 @@ def _resumed(world: MPI.Intracomm, args: argparse.Namespace) -> Request:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
     started_s = time.monotonic() - measure.age_s()
-    world = MPI.COMM_WORLD
-    bootstrap.check_world(world)
+    bootstrap.check_world(MPI.COMM_WORLD)
+    # A communicator of our own: a rank that fails looks for the others on COMM_WORLD, not among those that rest here.
+    world = MPI.COMM_WORLD.Dup()
     options = parser()
     if world.rank > 0:  # one rank tells what --help asks for
         options.print_help = lambda file=None: None  # type: ignore[method-assign]
@@ -468,9 +457,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if world.rank == 0:
             print(dry_run(request))
         return 0
-    sweep = Sweep(
-        world, build_request(args, world.size) if args.resume is None else _resumed(world, args), started_s
-    )
+    sweep = Sweep(world, build_request(args, world.size) if args.resume is None else _resumed(world, args), started_s)
     try:
         return _run(sweep, args)
     finally:

@@ -21,9 +21,7 @@ def parse_size(text: str) -> int:
     found = _SIZE.fullmatch(text.strip())
     nbytes = int(found[1]) << _UNITS[(found[2] or "").upper()] if found else 0
     if nbytes <= 0:
-        raise ArgumentError(
-            f"{text.strip()!r} is not a size: use a positive number of bytes such as 4096, 4K or 1M"
-        )
+        raise ArgumentError(f"{text.strip()!r} is not a size: use a positive number of bytes such as 4096, 4K or 1M")
     return nbytes
 
 
@@ -47,9 +45,7 @@ def nccl_table(run: Run) -> str:
     measured = {row["case"]: row for row in rows(run.latency)}
     ordered = run.cases.sort_values(["mode", "dtype", "ranks", "nbytes", "case"], kind="stable")
     for case in rows(ordered):
-        head = "{ranks:8d} {nbytes:12d} {count:12d} {dtype:>11s}  {protocol:<20s}  {mode:<9s}".format_map(
-            case
-        )
+        head = "{ranks:8d} {nbytes:12d} {count:12d} {dtype:>11s}  {protocol:<20s}  {mode:<9s}".format_map(case)
         if case["case"] in measured:
             tail = " {latency_us:9.1f} {algbw_gbps:9.4f} {busbw_gbps:9.4f} {wrong:8d}".format_map(
                 measured[case["case"]]

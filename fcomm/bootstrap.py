@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 from mpi4py import MPI
@@ -35,11 +39,24 @@ def check_world(mpi: MPI.Intracomm | None = None) -> None:
 
 def check_node(mpi: MPI.Intracomm) -> None:
     """Raises `SetupError`, on all ranks, if they are not all on one machine."""
+    unlink_library_segments()
     node = mpi.Split_type(MPI.COMM_TYPE_SHARED)
     size = node.size
     node.Free()
     if mpi.allreduce(size, MPI.MIN) != mpi.size:
         raise SetupError(f"the {mpi.size} ranks are not all on one machine; flash-comm works within one server")
+
+
+def unlink_library_segments() -> None:
+    """Takes the names from the segments that MPICH made in MPI_Init: a job that is killed then leaves none in /dev/shm.
+
+    The memory stays until its last process ends. All ranks have mapped it when MPI_Init returns, so no one looks for the
+    name again; MPI_Finalize does not mind that it is gone.
+    """
+    with contextlib.suppress(OSError):
+        maps = Path("/proc/self/maps").read_text()
+        for name in set(re.findall(r"/dev/shm/mpich_shm_\S+$", maps, re.MULTILINE)):
+            Path(name).unlink(missing_ok=True)
 
 
 def collectively(mpi: MPI.Intracomm, step: Callable[[], T]) -> T:
@@ -105,25 +122,22 @@ def _say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
-_met = False
+_met: bool | None = None
 
 
 def _together(seconds: float = 2.0) -> bool:
-    """Whether all ranks come to this place within a short time."""
+    """Whether all ranks come to this place within a short time; asked once."""
     global _met
-    import time
-
-    request = MPI.COMM_WORLD.Ibarrier()
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if request.Test():
-            _met = True
-            return True
-        time.sleep(0.01)
-    return False
+    if _met is None:
+        request = MPI.COMM_WORLD.Ibarrier()
+        end = time.monotonic() + seconds
+        while not (_met := bool(request.Test())) and time.monotonic() < end:
+            time.sleep(0.01)
+    return _met
 
 
 def _leave_together(code: int) -> None:
     """Ends all ranks: quietly if all came here, by MPI_Abort if some are still waiting elsewhere."""
-    if not _met and not _together():
+    if not _together():
+        unlink_library_segments()
         MPI.COMM_WORLD.Abort(code)

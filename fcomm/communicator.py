@@ -199,6 +199,23 @@ class Communicator:
             "all_reduce", x, out, op=op, protocol=protocol, stream=stream, channel=channel, shape=shape
         )()
 
+    def all_gather(
+        self,
+        x: Any,
+        out: Any = None,
+        *,
+        protocol: str = "auto",
+        stream: Any = None,
+        channel: int = 0,
+        shape: tuple[int, int] | None = None,
+    ) -> Any:
+        """Every rank's x, bytes unchanged, in rank order.
+
+        x : C-contiguous array of any dtype and shape, alike on all ranks. out : array of shape (n, *x.shape) and the
+        same dtype, of which x may be the part ``out[rank]``, or None for a new array. Returns out.
+        """
+        return self.prepare("all_gather", x, out, protocol=protocol, stream=stream, channel=channel, shape=shape)()
+
     def prepare(
         self,
         collective: str,
@@ -240,7 +257,9 @@ class Communicator:
 
     def _chosen(self, collective: str, src: View, name: str) -> Protocol:
         ranks = max(self.world_size, 2)  # one rank copies, and is told the same about dtypes and names
-        name = settings.protocol() or name if name == "auto" else name
+        forced = settings.protocol()
+        if name == "auto" and forced is not None and protocol(forced).collective == collective:
+            name = forced
         if collective != "all_gather" and src.dtype not in REDUCIBLE:
             raise ArgumentError(f"dtype {src.dtype} cannot be reduced; use one of {', '.join(REDUCIBLE)}")
         if name == "auto":
@@ -292,8 +311,10 @@ class Communicator:
         if not dst.contiguous:
             raise ArgumentError("out is not C-contiguous")
         apart = dst.address + dst.nbytes <= src.address or src.address + src.nbytes <= dst.address
-        if not apart and dst.address != src.address:
-            raise ArgumentError("out overlaps the input in part: pass the input itself, or memory apart from it")
+        in_place = dst.address + (self.rank * src.nbytes if collective == "all_gather" else 0)
+        if not apart and src.address != in_place:
+            part = "out[rank]" if collective == "all_gather" else "the input itself"
+            raise ArgumentError(f"out overlaps the input in part: only {part}, or memory apart from it, will do")
 
     # ---- state ------------------------------------------------------------------------------------------------------
 

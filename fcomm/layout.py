@@ -93,7 +93,9 @@ class SlabLayout:
         self.channels = channels
         # One-shot takes whole messages up to ONE_SHOT_BYTES; a two-phase algorithm puts a shard of max_bytes / n into
         # each half of a slot.
-        self.capacity = max(min(max_bytes, ONE_SHOT_BYTES), 2 * _round_up(-(-max_bytes // world_size), LINE))
+        self.capacity = _round_up(
+            max(min(max_bytes, ONE_SHOT_BYTES), 2 * _round_up(-(-max_bytes // world_size), LINE)), LINE
+        )
         control = _round_up(channels * CONTROL_BYTES, 4096)
         self.channel_bytes, template = self._regions(0)
         self._regions_of = [template if c == 0 else self._regions(c * self.channel_bytes)[1] for c in range(channels)]
@@ -127,7 +129,7 @@ class SlabLayout:
                 regions[e.name] = Region(e.name, at, 3, n * stride, stride, half, self.capacity, e.cleared_to)
                 at += 3 * n * stride
         staging = _round_up(self.max_bytes, LINE)
-        regions["staging"] = Region("staging", at, 1, 0, staging, 0, self.max_bytes)
+        regions["staging"] = Region("staging", at, 1, 0, staging, 0, staging)
         at += staging
         return _round_up(at - start, 4096), regions
 

@@ -83,10 +83,10 @@ class Meeting:
         """Queues the meeting; what is queued behind it starts on all ranks together, after `open`."""
         self._ticket += 1
         self._params["nbytes"] = self._ticket
-        self._backend.launch(self._kernel, self._shape, self._params, stream.ptr)
+        self._backend.launch_once(self._kernel, self._shape, self._params, stream.ptr)
 
     def open(self) -> None:
-        """This rank's host has queued everything."""
+        """Says that the host of this rank has queued everything."""
         self._go[0] = self._ticket
 
     def waited_ns(self) -> int:
@@ -287,7 +287,7 @@ class FloorCalls(GraphCalls):
             params = np.zeros(1, params_dtype(comm.world_size))
             params["in"], params["out"] = ring.inputs[k].data.ptr, ring.outputs[k].data.ptr
             params["nbytes"] = case.nbytes
-            calls.append(lambda p=params: backend.launch(kernel, shape, p, self.stream.ptr))  # type: ignore[misc]
+            calls.append(lambda p=params: backend.launch_once(kernel, shape, p, self.stream.ptr))  # type: ignore[misc]
         return calls
 
     def verify(self) -> int:

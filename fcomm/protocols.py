@@ -21,39 +21,59 @@ CELL_BYTES = 16
 
 @dataclass(frozen=True)
 class Encoding:
-    """How readiness travels with the data.
-
-    group_cells, group_payload
-        Cells that are put and taken together, and the bytes of payload that they carry.
-    copies
-        Copies of each slot: 2 (epoch parity) or 3 (Lamport's rotation).
-    cleared_to
-        Byte that a slot is filled with before the first call.
-    evidence_bytes, access_bytes
-        Size of the untorn unit that evidence vouches for; width of each evidence-carrying access in machine code.
-    needs
-        Capabilities of the link that the encoding relies on.
-    """
+    """How readiness travels with the data."""
 
     name: str
     kernel_type: str
+    """Its struct in ``header``, which lies under ``kernels_cu``."""
     header: str
     group_cells: int
+    """Cells that are put and taken together."""
     group_payload: int
+    """Bytes of payload that such a group carries."""
     copies: int
-    cleared_to: int
-    evidence_bytes: int
+    """Copies of each slot: 2 (by the epoch's parity) or 3 (in turn, set back to a sentinel one call later)."""
+    unit_bytes: int
+    """Size of the piece that must arrive whole for its evidence to vouch for its payload; 0 for a chunk."""
     access_bytes: int
+    """Width in machine code of each access that carries evidence."""
+    rearm_bytes_per_cell: int
+    """Bytes that the receiver writes, a cell and peer, to make a slot usable again."""
     needs: frozenset[str]
-    floats_only: bool = False
+    """Capabilities of the link that it relies on."""
+    bit_exact: bool = True
+    """Whether every payload word passes unchanged."""
+    max_chunks: int = 0
+    """Chunks of a message that have an epoch word each, in front of the slot's payload; 0: evidence is in the cells."""
+
+    @property
+    def header_bytes(self) -> int:
+        """Bytes of a slot before its first cell."""
+        return 4 * self.max_chunks
+
+    @property
+    def cleared_to(self) -> int:
+        """Byte that slots are filled with before the first call: 0 is no epoch, all ones is the sentinel."""
+        return 0xFF if self.copies == 3 else 0
 
     def cells(self, nbytes: int) -> int:
         """Cells that a message of `nbytes` takes in one slot; the last group is padded."""
         return -(-nbytes // self.group_payload) * self.group_cells
 
+    def chunks(self, nbytes: int) -> int:
+        """Chunks with an epoch word each; see ``kernels_cu/wire/flag.cuh``."""
+        if not self.max_chunks:
+            return 0
+        size = max(64, -(--(-self.cells(nbytes) // self.max_chunks) // 32) * 32)
+        return -(-self.cells(nbytes) // size)
+
     def slot_bytes(self, nbytes: int) -> int:
-        """Bytes that a message of `nbytes` takes in one slot, and on the wire to one peer."""
-        return self.cells(nbytes) * CELL_BYTES
+        """Bytes of a slot that takes a message of `nbytes`."""
+        return self.header_bytes + self.cells(nbytes) * CELL_BYTES
+
+    def wire_bytes(self, nbytes: int) -> int:
+        """Bytes that go over the link to one peer for a message of `nbytes`, evidence and padding included."""
+        return self.cells(nbytes) * CELL_BYTES + 4 * self.chunks(nbytes)
 
 
 @dataclass(frozen=True)
@@ -104,7 +124,7 @@ class Protocol:
         peers = world_size - 1
         if not self.encodings:
             return peers * -(-nbytes // CELL_BYTES) * CELL_BYTES
-        return peers * self.encodings[0].slot_bytes(nbytes)
+        return peers * self.encodings[0].wire_bytes(nbytes)
 
     def refusal(self, dtype: str | None, world_size: int, capabilities: frozenset[str]) -> str | None:
         """Why this protocol may not run here, in one clause; None if it may. `dtype=None` asks about the link alone."""
@@ -118,8 +138,23 @@ class Protocol:
         return None
 
 
+_ATOMIC16 = frozenset({"atomic16"})
+
 ENCODINGS: Mapping[str, Encoding] = MappingProxyType(
-    {e.name: e for e in (Encoding("ll", "Ll", "wire/ll.cuh", 1, 8, 2, 0x00, 8, 16, frozenset({"atomic8"})),)}
+    {
+        e.name: e
+        for e in (
+            #        name         struct      header                cells payload copies unit access re-arm
+            Encoding("ll", "Ll", "wire/ll.cuh", 1, 8, 2, 8, 16, 0, frozenset({"atomic8"})),
+            Encoding("ll16", "Ll16", "wire/ll16.cuh", 1, 12, 2, 16, 16, 0, _ATOMIC16),
+            Encoding("ll128", "Ll128", "wire/ll128.cuh", 8, 120, 2, 128, 16, 0, frozenset({"line128"})),
+            Encoding(
+                "lamport", "Lamport", "wire/lamport.cuh", 1, 16, 3, 4, 16, 16, frozenset({"atomic4"}), bit_exact=False
+            ),
+            Encoding("lamport16", "Lamport16", "wire/lamport16.cuh", 1, 16, 3, 16, 16, 4, _ATOMIC16, bit_exact=False),
+            Encoding("flag", "Flag", "wire/flag.cuh", 1, 16, 2, 0, 4, 0, frozenset({"acquire_release"}), max_chunks=64),
+        )
+    }
 )
 
 ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
@@ -127,6 +162,10 @@ ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
         a.name: a
         for a in (
             Algorithm("one_shot", "all_reduce", "one_shot", "algo/one_shot.cuh", rounds=1, encoded=True),
+            Algorithm(
+                "all_gather", "all_gather", "all_gather", "algo/all_gather.cuh",
+                rounds=1, encoded=True, moves_bytes=True,
+            ),
             Algorithm(
                 "barrier.one_shot", "all_reduce", "barrier_one_shot", "baseline/barrier.cuh",
                 rounds=2, encoded=False, baseline=True,
@@ -136,25 +175,43 @@ ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
 )  # fmt: skip
 
 
-def _build() -> dict[str, Protocol]:
+def _reason_against(a: Algorithm, e: Encoding) -> str | None:
+    """Why a combination does not exist at all; None if it does."""
+    if a.moves_bytes and not e.bit_exact:
+        return "it would change bytes: one word of every payload stands for 'not arrived'"
+    return None
+
+
+def _build() -> tuple[dict[str, Protocol], dict[str, str]]:
     found: dict[str, Protocol] = {}
+    left_out: dict[str, str] = {}
     for a in ALGORITHMS.values():
         dtypes = (BYTES,) if a.moves_bytes else tuple(REDUCIBLE.values())
         if not a.encoded:
             found[a.name] = Protocol(a.name, a, (), ("staging", "barrier_flags"), dtypes)
             continue
         for e in ENCODINGS.values():
-            admitted = tuple(t for t in dtypes if t.is_float or not e.floats_only)
-            if admitted:
-                name = f"{a.name}.{e.name}"
-                found[name] = Protocol(name, a, (e,), (e.name,), admitted)
-    return found
+            name = f"{a.name}.{e.name}"
+            reason = _reason_against(a, e)
+            if reason is not None:
+                left_out[name] = reason
+                continue
+            # Replacing one NaN by another is harmless in a sum of floats only, where every NaN result is the same one.
+            admitted = tuple(t for t in dtypes if e.bit_exact or t.is_float)
+            found[name] = Protocol(name, a, (e,), (e.name,), admitted)
+    return found, left_out
 
 
 @cache
 def protocols() -> Mapping[str, Protocol]:
     """All protocols by name, in a fixed order (alike on all ranks)."""
-    return MappingProxyType(_build())
+    return MappingProxyType(_build()[0])
+
+
+@cache
+def left_out() -> Mapping[str, str]:
+    """Combinations of algorithm and encoding that do not exist, each with the reason."""
+    return MappingProxyType(_build()[1])
 
 
 def protocol(name: str) -> Protocol:
@@ -162,6 +219,8 @@ def protocol(name: str) -> Protocol:
     try:
         return protocols()[name]
     except KeyError:
+        if name in left_out():
+            raise NotAdmittedError(f"{name} does not exist: {left_out()[name]}") from None
         raise NotAdmittedError(f"there is no protocol {name!r}; the names are {', '.join(protocols())}") from None
 
 

@@ -19,6 +19,7 @@ its launches are sealed.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import re
@@ -30,7 +31,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from filelock import FileLock, Timeout
@@ -201,7 +202,8 @@ class Recorder:
                 raise RecordError(f"{path} is being written by another process: wait for it to end") from None
         self.launch = -1
         self._writer: Any = None
-        self._file: IO[bytes] | None = None
+        self._buffer = io.BytesIO()
+        self._file: io.FileIO | None = None
         self._next: dict[int, int] = {}
         self._ranks: dict[int, int] = {}
 
@@ -272,9 +274,9 @@ class Recorder:
         write_whole(self._folder / "cases.parquet", _parquet(pa.Table.from_pylist(rows, schema=_schema(CASES))))
         path = self._folder / "samples.arrows"
         with _writing(path):
-            self._file = path.open("xb")
-            self._writer = pa.ipc.new_stream(self._file, _schema(SAMPLES))
-            self._file.flush()
+            self._file = io.FileIO(path, "x")
+        self._writer = pa.ipc.new_stream(self._buffer, _schema(SAMPLES))
+        self._put()
 
     def append(self, case: int, nanoseconds: NDArray[np.int64]) -> None:
         """Adds one visit of a case. nanoseconds : shape (iterations, ranks)."""
@@ -282,7 +284,8 @@ class Recorder:
 
         iterations, ranks = nanoseconds.shape
         assert ranks == self._ranks[case], (case, ranks)
-        assert self._file is not None
+        if self._file is None:
+            raise RecordError(f"{self._folder} takes no more samples: writing them failed before")
         first = self._next.get(case, 0)
         self._next[case] = first + iterations
         rows = iterations * ranks
@@ -294,10 +297,9 @@ class Recorder:
             np.ascontiguousarray(nanoseconds, np.int64).reshape(-1),
         ]
         batch = pa.record_batch([pa.array(c) for c in columns], schema=_schema(SAMPLES))
-        with _writing(self._folder / "samples.arrows"):
-            # One batch is one visit: a kill tears the last batch at most, and a reader tells by its length.
-            self._writer.write_batch(batch, custom_metadata={b"crc32": _checksum(columns)})
-            self._file.flush()
+        # One batch is one visit: a kill tears the last batch at most, and a reader tells by its length.
+        self._writer.write_batch(batch, custom_metadata={b"crc32": _checksum(columns)})
+        self._put()
 
     def finish(self) -> None:
         """Compacts and seals all launches; the run is complete afterwards."""
@@ -324,20 +326,34 @@ class Recorder:
 
     def close(self) -> None:
         """Lets go of the run as it is. Idempotent."""
-        # The disk may be full, which was said when it first showed; what is on it is a valid beginning.
-        with suppress(RecordError):
-            self._end_stream()
+        self._end_stream()
         self._lock.release()
 
     def _end_stream(self) -> None:
         file, self._file = self._file, None
         if file is None:
             return
+        file.close()  # without an end marker: the end of the file serves, and is there after a kill too
+
+    def _put(self) -> None:
+        """Moves what the stream's writer has produced to the file, all of it or nothing."""
+        assert self._file is not None
+        content = self._buffer.getvalue()
+        self._buffer.seek(0)
+        self._buffer.truncate()
         with _writing(self._folder / "samples.arrows"):
+            start = self._file.tell()
+            rest = memoryview(content)
             try:
-                self._writer.close()
-            finally:
-                file.close()
+                while rest:
+                    rest = rest[self._file.write(rest) :]
+            except OSError:
+                # Nothing may follow a torn batch: cut it off, and take no more.
+                with suppress(OSError):
+                    self._file.truncate(start)
+                self._file.close()
+                self._file = None
+                raise
 
     @property
     def _folder(self) -> Path:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import subprocess
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -78,9 +79,27 @@ def mps_enabled(ordinal: int) -> bool:
     from cupy.cuda import runtime
 
     try:
-        return bool(runtime.deviceGetAttribute(_MPS_ENABLED, ordinal))
+        if runtime.deviceGetAttribute(_MPS_ENABLED, ordinal):
+            return True
     except runtime.CUDARuntimeError:  # a driver that does not know the question
-        return mps_control().exists()
+        pass
+    return mps_control().exists() and _mps_serves()
+
+
+def _mps_serves() -> bool:
+    """Whether the daemon answers and has a server, which it starts for its first client."""
+    try:
+        done = subprocess.run(
+            ["nvidia-cuda-mps-control"],
+            input="get_server_list\n",
+            capture_output=True,
+            text=True,
+            timeout=5,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.returncode == 0 and bool(done.stdout.strip())
 
 
 def describe_device(ordinal: int) -> Device:

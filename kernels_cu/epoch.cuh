@@ -13,10 +13,10 @@ FC_DEVICE u32 epoch_after(u32 e) { return e == 0xffffffffu ? kFirstEpoch : e + 1
 
 // Advances the epoch once per grid: by the last block of which every thread has read it.
 //
-// Called by all threads of a block after they used the words that ld_epoch returned (at least `if (poison) return`), so
-// their loads have completed; the block's barrier puts them before its ticket, and the last ticket before the store. A
-// relaxed ticket suffices: nothing but this one word is handed over, and the next grid reads it behind a kernel boundary.
-// Returns true in one thread of the grid.
+// Called by all threads of a block after they used the words that they read at the start (at least `if (poison) return`),
+// so their loads have completed; the block's barrier puts them before its ticket, and the last ticket before the store. A
+// relaxed ticket suffices: nothing but these rank-local words is handed over, and the next grid reads them behind a kernel
+// boundary. Returns true in one thread of the grid, which then may change the other words that all have read.
 FC_DEVICE bool advance_epoch(const Params& p, u32 e) {
   block_barrier();
   if (threadIdx.x != 0) return false;
@@ -26,37 +26,28 @@ FC_DEVICE bool advance_epoch(const Params& p, u32 e) {
   return true;
 }
 
-// The part of every slot that the running call writes; scrubbing keeps off it.
-struct Extent {
-  u64 bytes[2];  // from the start of the slot, and from its second half
-};
-
-// Stale evidence. A slot's tail may still hold the evidence of a large call that was made one whole period (2^32 - 2
-// calls) ago; a call with that very epoch would believe it. So before the epoch wraps there is a window of calls in which
-// each call clears a few cells, twice around each copy: what a call in the window leaves behind is cleared by the second
-// round, or by the first round of the next period, before its epoch comes up again.
+// Clears stale evidence: one call's share of it. A slot's tail may still hold the evidence of a large call that was made
+// one whole period (2^32 - 2 calls) ago; a call with that very epoch would believe it. So before the epoch wraps there is
+// a window of calls in which each clears a few cells, twice around each copy: what a call in the window leaves behind is
+// cleared by the second round, or by the first round of the next period, before its epoch comes up again.
 //
-// Ordering: call e clears only the copy of its own parity, outside its own extents. The last writers there were peers in
-// call e - 2 or before, all consumed (I2) before this grid started; the next are peers in call e + 2, which start after
-// their call e + 1 has seen evidence of ours, which leaves after this grid is complete (I3, A1).
+// Ordering: call e clears only the copy of its own parity, and there only words that it does not itself receive. Whoever
+// wrote them was a peer in call e - 2 or before, all consumed (I2) before this grid started; who will write them next is a
+// peer in call e + 2, which starts when its call e + 1 has seen evidence of ours, which leaves when this grid is complete
+// (I3, A1).
 //
-// `used` is what the running call writes in each slot of p.region[first .. last].
-FC_DEVICE void scrub(const Params& p, u32 e, int first, int last, Extent used) {
+// Receives: static bool receives(p, at) - whether the running call receives the word `at` bytes from the slab's start,
+// counted in copy 0.
+template <class Receives>
+FC_DEVICE void scrub(const Params& p, u32 e, const Receives& receives) {
   if (e < p.scrub_from || blockIdx.x != 0) return;
   const u64 round = (e - p.scrub_from) / 2;
-  const u64 base = p.slab[p.rank];
-  const u64 windows = (p.scrub_bytes / 16 + p.scrub_cells - 1) / p.scrub_cells;
-  for (u64 i = threadIdx.x; i < p.scrub_cells; i += blockDim.x) {
-    const u64 at = p.scrub_offset + (round % windows * p.scrub_cells + i) * 16;
-    if (at >= p.scrub_offset + p.scrub_bytes) continue;
-    bool busy = false;
-    for (int k = first; k <= last; k++) {
-      const Region& g = p.region[k];
-      if (at < g.offset || at >= g.offset + FC_N * g.slot_stride) continue;
-      const u64 inside = (at - g.offset) % g.slot_stride;
-      busy = busy || inside < used.bytes[0] || (inside >= g.half_stride && inside - g.half_stride < used.bytes[1]);
-    }
-    if (!busy) st_relaxed_sys(reinterpret_cast<Cell*>(base + at + (e & 1u) * p.scrub_stride), Cell{{0, 0, 0, 0}});
+  const u64 rounds = (p.scrub_bytes / 16 + p.scrub_cells - 1) / p.scrub_cells;  // that make one way around
+  const u64 end = p.scrub_offset + p.scrub_bytes;
+  const u64 copy = p.slab[p.rank] + (e & 1u) * p.scrub_stride;
+  for (u64 i = threadIdx.x; i < p.scrub_cells * 4ull; i += blockDim.x) {
+    const u64 at = p.scrub_offset + round % rounds * p.scrub_cells * 16 + i * 4;
+    if (at < end && !receives(at)) st_relaxed_sys(reinterpret_cast<u32*>(copy + at), 0);
   }
 }
 

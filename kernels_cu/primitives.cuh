@@ -67,6 +67,14 @@ FC_DEVICE EpochWords ld_epoch(const Control* c) {  // 8 bytes, one access: the t
   asm volatile("ld.relaxed.gpu.global.v2.b32 {%0,%1}, [%2];" : "=r"(e.epoch), "=r"(e.poison) : "l"(c) : "memory");
   return e;
 }
+FC_DEVICE Cell ld_relaxed_gpu(const Cell* p) {
+  Cell c;
+  asm volatile("ld.relaxed.gpu.global.v4.b32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(c.w[0]), "=r"(c.w[1]), "=r"(c.w[2]), "=r"(c.w[3])
+               : "l"(p)
+               : "memory");
+  return c;
+}
 FC_DEVICE u32 ld_relaxed_gpu(const u32* p) {
   u32 v;
   asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");

@@ -50,4 +50,17 @@ FC_DEVICE void report_expired(const Params& p, u32 e, u32 peer, u64 cell, Cell s
   st_relaxed_gpu(&c->poison, 1u);
 }
 
+// Waits for an epoch word, with acquire. On expiry it reports and returns; the caller looks at the poison.
+FC_DEVICE void await_flag(const Params& p, const u32* flag, u32 e, u32 peer, u64 chunk) {
+  Wait wait;
+  u32 seen = ld_acquire_sys(flag);
+  while (seen != e) {
+    if (!wait.again(p)) {
+      report_expired(p, e, peer, chunk, Cell{{seen, 0, 0, 0}});
+      return;
+    }
+    seen = ld_acquire_sys(flag);
+  }
+}
+
 }  // namespace fc

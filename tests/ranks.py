@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
@@ -212,6 +213,140 @@ def prepared_calls(comm: fcomm.Communicator) -> None:
         x[:] = comm.from_host(xs[comm.rank])
         assert call() is out
         assert checks.wrong_elements(comm.to_host(out), checks.reduce_reference(xs)) == 0
+
+
+# ---- all-gather: any bytes, unchanged -------------------------------------------------------------------------------
+
+GATHER_BYTES = (1, 2, 3, 7, 8, 11, 12, 13, 15, 16, 17, 119, 120, 121, 128, 255, 1000, 4096, 10007)
+
+
+def gathering(comm: fcomm.Communicator) -> list[str]:
+    """Every admitted all-gather."""
+    ranks = max(comm.world_size, 2)
+    return [
+        p.name
+        for p in fcomm.protocols().values()
+        if p.collective == "all_gather" and p.refusal(None, ranks, comm.capabilities) is None
+    ]
+
+
+def gather_once(
+    comm: fcomm.Communicator, name: str, xs: list[NDArray[Any]], *,
+    offset: int = 0, out_offset: int = 0, in_place: bool = False, shape: tuple[int, int] | None = None,
+) -> None:  # fmt: skip
+    """One verified all-gather of each rank's array."""
+    n, x = comm.world_size, xs[comm.rank]
+    flat = np.full(n * x.size + out_offset, 0, x.dtype)
+    checks.poison(flat)
+    out = comm.from_host(flat)[out_offset:].reshape(n, *x.shape)
+    mine = place(comm, x, offset).reshape(x.shape)
+    if in_place:
+        out[comm.rank] = mine
+        mine = out[comm.rank]
+    got = comm.to_host(comm.all_gather(mine, out, protocol=name, shape=shape))
+    comm.check()
+    for r in range(n):
+        same = got[r].tobytes() == xs[r].tobytes()
+        assert same, f"{name} {x.dtype} {x.shape} shape={shape}: rank {comm.rank} has not rank {r}'s bytes"
+
+
+def random_bytes(seed: tuple[int, ...], rank: int, count: int) -> NDArray[np.uint8]:
+    return np.random.default_rng([*seed, rank]).integers(0, 256, count, dtype=np.uint8)
+
+
+@case
+def gather_any_number_of_bytes(comm: fcomm.Communicator) -> None:
+    n = comm.world_size
+    for name in gathering(comm):
+        for k, count in enumerate(GATHER_BYTES):
+            xs = [random_bytes((30, k), r, count) for r in range(n)]
+            a, b = [(0, 0), (1, 0), (0, 3), (5, 7)][k % 4]
+            gather_once(comm, name, xs, offset=a, out_offset=b, in_place=k % 5 == 4)
+            gather_once(comm, name, xs, shape=SHAPES[(k + comm.rank) % len(SHAPES)])
+
+
+@case
+def gather_changes_no_bit_of_any_type(comm: fcomm.Communicator) -> None:
+    n = comm.world_size
+    words = np.array(
+        [0, 0x80000000, 0xFFFFFFFF, 0xFFFFFFFE, 0x7FFFFFFF, 0x7F800001, 0x7FC00000, 1, 2, 3, 0x80000001], np.uint32
+    )
+    types = [np.float32, np.int32, np.uint8, np.complex64, np.float64, np.bool_, np.int8, ml_dtypes.float8_e4m3fn]
+    types += [ml_dtypes.bfloat16, np.float16]
+    pattern = np.resize(words, 132).view(np.uint8)
+    for name in gathering(comm):
+        for t in types:
+            size = np.dtype(t).itemsize
+            data = pattern if t is not np.bool_ else pattern & 1
+            xs = [np.roll(data, size * r)[: 480 // size * size].view(t) for r in range(n)]
+            gather_once(comm, name, xs)
+        record = np.dtype([("a", "<i2"), ("b", "<f4"), ("c", "u1")])
+        if comm.backend.name == "cpu":  # CuPy has no structured arrays
+            gather_once(comm, name, [random_bytes((31,), r, 70 * 7).view(record) for r in range(n)])
+
+
+@case
+def gather_larger_than_a_slot(comm: fcomm.Communicator) -> None:
+    for name in gathering(comm):
+        count = 2 * comm.layout.piece_bytes(fcomm.protocols()[name]) + 77
+        xs = [random_bytes((32,), r, count) for r in range(comm.world_size)]
+        gather_once(comm, name, xs)
+        gather_once(comm, name, xs, in_place=True)
+
+
+@case
+def gather_nothing_and_refusals(comm: fcomm.Communicator) -> None:
+    n = comm.world_size
+    for name in gathering(comm):
+        gather_once(comm, name, [np.empty(0, np.float32)] * n)
+    x = comm.from_host(np.ones(8, np.float32))
+    with refused("lamport", "not arrived"):
+        comm.all_gather(x, protocol="all_gather.lamport")
+    with refused("is a protocol for all_reduce"):
+        comm.all_gather(x, protocol="one_shot.ll")
+    with refused("out is"):
+        comm.all_gather(x, comm.from_host(np.ones(8 * n + 1, np.float32)))
+    big = comm.from_host(np.ones((n, 8), np.float32))
+    with refused("overlaps", "out[rank]"):
+        comm.all_gather(big.reshape(-1)[1 : 1 + 8], big)
+
+
+# ---- bit patterns ---------------------------------------------------------------------------------------------------
+
+
+@case
+def every_16_bit_pattern(comm: fcomm.Communicator) -> None:
+    """All 65,536 patterns of both 16-bit types, each beside others of the same cell, against other patterns."""
+    n = comm.world_size
+    patterns = np.arange(65536, dtype=np.uint32).astype(np.uint16)
+    for p, dtype in reducing(comm):
+        if REDUCIBLE[dtype].itemsize != 2:
+            continue
+        xs = [np.roll(patterns, 257 * r).view(REDUCIBLE[dtype].numpy) for r in range(n)]
+        reduce_once(comm, p.name, dtype, len(patterns), (33,), data=xs)
+    for name in gathering(comm):
+        gather_once(comm, name, [np.roll(patterns, 257 * r) for r in range(n)])
+
+
+@case
+def words_that_look_like_evidence(comm: fcomm.Communicator) -> None:
+    """32-bit payloads equal to current and coming epochs, to the sentinel and to its neighbours."""
+    n = comm.world_size
+    for p, dtype in reducing(comm):
+        if REDUCIBLE[dtype].itemsize != 4:
+            continue
+        for k in range(6):
+            e = int(comm.backend.control()["epoch"][0])
+            near = [e, e + 1, e + 2, e - 1, 0, 0xFFFFFFFF, 0xFFFFFFFE, 0x7FFFFFFF, 0x80000000, 0x7F800001, 0xFFC00000]
+            words = np.resize(np.array(near, np.uint32), 600 + k)
+            xs = [np.roll(words, r).view(REDUCIBLE[dtype].numpy) for r in range(n)]
+            reduce_once(comm, p.name, dtype, len(words), (34, k), data=xs)
+            same = [np.full(333, 0xFFFFFFFF, np.uint32).view(REDUCIBLE[dtype].numpy)] * n
+            reduce_once(comm, p.name, dtype, 333, (34, k), data=same)
+    for name in gathering(comm):
+        for _ in range(4):
+            e = int(comm.backend.control()["epoch"][0])
+            gather_once(comm, name, [np.full(500, e + r % 2, np.uint32) for r in range(n)])
 
 
 # ---- epochs and reuse -----------------------------------------------------------------------------------------------

@@ -61,9 +61,16 @@ def find_compiler() -> str:
     )
 
 
+def _run_compiler(*arguments: str) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run([find_compiler(), *arguments], capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise SetupError(f"{find_compiler()} cannot be run ({error.strerror}): name another in FCOMM_CXX") from None
+
+
 @cache
 def _compiler_identity() -> str:
-    done = subprocess.run([find_compiler(), "--version"], capture_output=True, text=True, check=False)
+    done = _run_compiler("--version")
     return done.stdout.splitlines()[0] if done.stdout else find_compiler()
 
 
@@ -81,6 +88,16 @@ def _private_folder(path: Path) -> Path:
     return path
 
 
+def _compile(source: Path, name: str) -> Path:
+    """Compiles a file to a shared library beside it."""
+    made = source.with_suffix(".so")
+    done = _run_compiler(*FLAGS, "-x", "c++", str(source), "-o", str(made))
+    if done.returncode != 0:
+        said = next((s.strip() for s in done.stderr.splitlines() if "error" in s), " ".join(done.stderr.split())[:200])
+        raise SetupError(f"{find_compiler()} could not compile {name}: {said or f'exit code {done.returncode}'}")
+    return made
+
+
 def build(spec: Specialisation, defines: tuple[str, ...] = ()) -> Path:
     """Compiles a specialisation to a shared library, or finds it on disk.
 
@@ -92,22 +109,14 @@ def build(spec: Specialisation, defines: tuple[str, ...] = ()) -> Path:
     library = folder / f"{spec.name}-{key[:24]}.so"
     if library.exists():
         return library
-    with FileLock(str(folder / f"{spec.name}.lock")):
-        if library.exists():
-            return library
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            source = Path(scratch) / "kernel.cpp"
-            try:
+    try:
+        with FileLock(str(folder / f"{spec.name}.lock")), tempfile.TemporaryDirectory(dir=folder) as scratch:
+            if not library.exists():  # nobody built it while this rank waited
+                source = Path(scratch) / "kernel.cpp"
                 source.write_text(text)
-            except OSError as error:
-                raise SetupError(f"cannot write to the cache folder {folder} ({error.strerror})") from None
-            made = Path(scratch) / "kernel.so"
-            command = [find_compiler(), *FLAGS, "-x", "c++", str(source), "-o", str(made)]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode != 0:
-                first = next((s for s in done.stderr.splitlines() if "error" in s), done.stderr.strip()[:200])
-                raise SetupError(f"{find_compiler()} could not compile {spec.name}: {first}")
-            made.replace(library)
+                _compile(source, spec.name).replace(library)
+    except OSError as error:
+        raise SetupError(f"cannot write to the cache folder {folder} ({error.strerror})") from None
     return library
 
 
@@ -123,7 +132,7 @@ def processor_flags() -> frozenset[str]:
 
 
 def _capabilities() -> frozenset[str]:
-    found = {"atomic8", "acquire_release", "line128"}
+    found = {"atomic4", "atomic8", "acquire_release", "line128"}
     # Aligned 16-byte accesses are single-copy atomic on x86-64 with AVX and on aarch64 with LSE2 ("uscat").
     if {"avx", "uscat"} & processor_flags():
         found.add("atomic16")

@@ -276,8 +276,9 @@ class CudaBackend:
         self._mpi = mpi
         self._launch_kernel = driver.launchKernel
         self.device = self._choose_device()
-        _asking(lambda: (runtime.setDevice(self.device), runtime.free(0)))  # makes the context
-        self._refuse_capture("built")
+        _asking(lambda: runtime.setDevice(self.device))
+        self._refuse_capture()
+        _asking(lambda: runtime.free(0))  # makes the context, if there is none yet
         self.capabilities: frozenset[str] = frozenset()
         self.devices: list[topology.Device] = []
         self._here = _asking(lambda: topology.describe_device(self.device))
@@ -292,13 +293,13 @@ class CudaBackend:
         current = int(_asking(self._runtime.getDevice))
         return current if current != 0 else _local_rank(self._mpi) % device_count()
 
-    def _refuse_capture(self, what: str) -> None:
+    def _refuse_capture(self) -> None:
         torch = interop.torch_module()
         streams = [0, self._cupy.cuda.get_current_stream().ptr]
         if torch is not None and torch.cuda.is_initialized():
             streams.append(torch.cuda.current_stream(self.device).cuda_stream)
         if any(_capturing(s) for s in streams):
-            raise ArgumentError(f"a communicator cannot be {what} while a CUDA graph is being captured: do it before")
+            raise ArgumentError("a communicator cannot be built while a CUDA graph is being captured: build it before")
 
     # ---- set-up -----------------------------------------------------------------------------------------------------
 
@@ -386,10 +387,8 @@ class CudaBackend:
         params["slab"] = self._memory.addresses
         params["in"], params["rank"], params["control"] = nonce, self._mpi.rank, PROBE_OFFSET
         threads = -(-n // 32) * 32
-        self.launch(kernel, LaunchShape(1, threads), params, 0)
+        self.launch_once(kernel, LaunchShape(1, threads), params, 0)
         self.synchronize()
-        del self._packed[id(params)]
-        self._last = [None] * self._layout.channels
 
     def _probe_look(self, nonce: int) -> None:
         n, rank = self._mpi.size, self._mpi.rank
@@ -463,12 +462,12 @@ class CudaBackend:
         key = (spec.protocol.name, spec.dtype.name, spec.world_size)
         found = self._kernels.get(key)
         if found is None:
-            if _capturing(self._asked):
+            if (self.device, text := spec.text()) not in _loaded and _capturing(self._asked):
                 raise ArgumentError(
                     f"the kernel {spec.name} is not loaded yet, and loading is nothing that a graph can capture: make this "
                     "call, or comm.prepare(...) with the same arguments, once before the capture"
                 )
-            found = self._kernels[key] = self.compile(spec.name, spec.text())
+            found = self._kernels[key] = self.compile(spec.name, text)
         return found
 
     def compile(self, name: str, text: str) -> CudaKernel:
@@ -491,6 +490,15 @@ class CudaBackend:
             self._change_stream(packed[3], stream)
         try:
             self._launch_kernel(kernel.pointer, shape.blocks, 1, 1, shape.threads, 1, 1, 0, stream, packed[2], 0)
+        except Exception as error:
+            raise translated(error, self._shared) from None
+
+    def launch_once(self, kernel: CudaKernel, shape: LaunchShape, params: NDArray[np.void], stream: int) -> None:
+        """Starts a kernel that is no collective: it takes no epoch, so the order of streams does not matter."""
+        pointers = (ctypes.c_void_p * 1)(params.ctypes.data)
+        at = ctypes.addressof(pointers)
+        try:
+            self._launch_kernel(kernel.pointer, shape.blocks, 1, 1, shape.threads, 1, 1, 0, stream, at, 0)
         except Exception as error:
             raise translated(error, self._shared) from None
 

@@ -6,8 +6,8 @@
 // chunks in increasing order, one after the other: the smallest chunk that is not done anywhere has all its blocks
 // running, so someone always makes progress.
 #pragma once
-#include "wait.cuh"
 #include "reduce.cuh"
+#include "wait.cuh"
 
 namespace fc {
 namespace barrier {
@@ -47,16 +47,7 @@ FC_DEVICE bool meet(const Params& p, u32 chunk, u32 depart, u32 e, bool publish)
     } else {
       st_relaxed_sys(theirs, e);
     }
-    const u32* mine = flag(p, p.rank, depart, r, chunk, e);
-    Wait wait;
-    u32 seen = ld_acquire_sys(mine);
-    while (seen != e) {
-      if (!wait.again(p)) {
-        report_expired(p, e, r, chunk, Cell{{seen, 0, 0, 0}});
-        break;
-      }
-      seen = ld_acquire_sys(mine);
-    }
+    await_flag(p, flag(p, p.rank, depart, r, chunk, e), e, r, chunk);
   }
   block_barrier();
   return ld_relaxed_gpu(&control(p)->poison) == 0;
@@ -72,7 +63,10 @@ FC_DEVICE void barrier_one_shot(const Params& p) {
   advance_epoch(p, e);
   const u64 cells = barrier::cells(p.nbytes);
   const u32 chunks = barrier::chunks(p.nbytes);
-  scrub(p, e, 1, 1, Extent{{chunks * 4, chunks * 4}});
+  scrub(p, e, [&](u64 at) {
+    const Region& g = p.region[1];
+    return at >= g.offset && at < g.offset + FC_N * g.slot_stride && (at - g.offset) % g.half_stride < chunks * 4;
+  });
   const u64 step = chunks * barrier::kPartCells;
   for (u32 chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
     const u64 first = chunk * barrier::kPartCells;

@@ -116,6 +116,7 @@ FC_DEVICE EpochWords ld_epoch(const Control* c) {
   const u64 v = __atomic_load_n(reinterpret_cast<const u64*>(c), __ATOMIC_RELAXED);
   return EpochWords{u32(v), u32(v >> 32)};
 }
+FC_DEVICE Cell ld_relaxed_gpu(const Cell* p) { return ld_relaxed_sys(p); }
 FC_DEVICE u32 ld_relaxed_gpu(const u32* p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
 FC_DEVICE void st_relaxed_gpu(u32* p, u32 v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
 FC_DEVICE u64 ld_relaxed_gpu(const u64* p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }

@@ -1,19 +1,17 @@
-// LL: two units of {4 bytes of payload, 32-bit epoch} in a 16-byte cell. A unit arrives whole (8 bytes are not torn), so
+// ll: two units of {4 bytes of payload, 32-bit epoch} in a 16-byte cell. A unit arrives whole (8 bytes are not torn), so
 // its epoch vouches for its payload and nothing has to be ordered.
 #pragma once
-#include "payload.cuh"
+#include "wire/base.cuh"
 
 namespace fc {
 namespace wire {
 
-struct Ll {
-  static constexpr int kWords = 2;       // 32-bit words of payload a cell carries at most
-  static constexpr u32 kGroupCells = 1;  // cells that are put and taken together
-  static constexpr u32 kGroupBytes = 8;  // payload of such a group
+struct Ll : EpochPerCell {
+  static constexpr int kWords = 2;
+  static constexpr u32 kGroupBytes = 8;
 
   static FC_DEVICE Span span(u64 cell) { return Span{cell * 8, 8}; }
   static FC_DEVICE void put(Cell* slot, Payload v, u32 e) { st_relaxed_sys(slot, Cell{{v.w[0], e, v.w[1], e}}); }
-  static FC_DEVICE Cell look(const Cell* slot) { return ld_relaxed_sys(slot); }
   static FC_DEVICE bool ready(Cell c, u32 e) { return c.w[1] == e && c.w[3] == e; }
   static FC_DEVICE Payload payload(Cell c) { return Payload{{c.w[0], c.w[2], 0, 0}}; }
 };

@@ -1,0 +1,577 @@
+"""What must hold between ranks on GPUs, beyond `tests.ranks`: ``mpirun -n N python -m tests.gpu.cases [names]``.
+
+Rank 0 prints one line a case; whatever fails prints its traceback on the rank where it failed, at once, and a case that
+does not end prints where each rank stands. What cannot share a process with other cases is a scenario (``--scenario``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import os
+import sys
+import time
+import traceback
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+from numpy.typing import NDArray
+
+import fcomm
+from fcomm import checks
+from fcomm.backends import cuda
+from fcomm.dtypes import REDUCIBLE
+from fcomm.errors import ArgumentError, DeviceError, FcommError, HangError, SetupError
+from tests import ranks
+from tests.ranks import Case, make, poisoned, reducing, refused
+
+CASES: dict[str, Case] = {}
+CASE_LIMIT_S = 60
+
+
+def case(function: Case) -> Case:
+    CASES[function.__name__] = function
+    return function
+
+
+def cupy() -> Any:
+    import cupy as module
+
+    return module
+
+
+def data(comm: fcomm.Communicator, seed: tuple[int, ...], count: int, dtype: str) -> list[NDArray[Any]]:
+    return [checks.inputs(seed, r, comm.world_size, count, dtype) for r in range(comm.world_size)]
+
+
+def write(array: Any, host: NDArray[Any]) -> None:
+    """Overwrites a device array in place (also bfloat16), and waits."""
+    from cupy.cuda import runtime
+
+    assert array.nbytes == host.nbytes
+    runtime.memcpy(array.data.ptr, np.ascontiguousarray(host).ctypes.data, host.nbytes, runtime.memcpyHostToDevice)
+    runtime.deviceSynchronize()
+
+
+def expect(comm: fcomm.Communicator, out: Any, xs: list[NDArray[Any]], what: str) -> None:
+    wrong = checks.wrong_elements(comm.to_host(out), checks.reduce_reference(xs))
+    assert wrong == 0, f"{what}: {wrong} of {xs[0].size} elements wrong on rank {comm.rank}"
+
+
+class Captured:
+    """A graph of calls, each on its own input and output."""
+
+    def __init__(self, comm: fcomm.Communicator, calls: list[tuple[str, str, int]], seed: int) -> None:
+        cp = cupy()
+        self.comm, self.seed, self.calls = comm, seed, calls
+        self.stream = cp.cuda.Stream(non_blocking=True)
+        self.inputs = [comm.empty(count, dtype) for _, dtype, count in calls]
+        self.outputs = [poisoned(comm, count, dtype) for _, dtype, count in calls]
+        for name, dtype in dict.fromkeys((name, dtype) for name, dtype, _ in calls):
+            comm.prepare("all_reduce", comm.empty(1, dtype), protocol=name)  # loads the kernel
+        comm.backend.synchronize()
+        with self.stream:
+            self.stream.begin_capture()
+            for (name, _, _), x, out in zip(calls, self.inputs, self.outputs, strict=True):
+                comm.all_reduce(x, out, protocol=name)
+            self.graph = self.stream.end_capture()
+
+    def replay(self, k: int) -> None:
+        """One replay on fresh data, verified."""
+        every = [data(self.comm, (self.seed, k, i), count, dtype) for i, (_, dtype, count) in enumerate(self.calls)]
+        for x, out, xs in zip(self.inputs, self.outputs, every, strict=True):
+            write(x, xs[self.comm.rank])
+            host = np.empty_like(xs[0])
+            checks.poison(host)
+            write(out, host)
+        self.graph.launch(self.stream)
+        self.stream.synchronize()
+        self.comm.check()
+        for i, (out, xs) in enumerate(zip(self.outputs, every, strict=True)):
+            expect(self.comm, out, xs, f"replay {k}, call {i} {self.calls[i]}")
+
+
+def mixture(comm: fcomm.Communicator, calls: int, seed: int) -> list[tuple[str, str, int]]:
+    """Calls of all protocols and dtypes with sizes that jump up and down."""
+    rng = np.random.default_rng(seed)
+    pairs = [(p.name, dtype) for p, dtype in reducing(comm)]
+    return [(*pairs[(k + seed) % len(pairs)], int(rng.choice([1, 33, 500, 2880, 9001]))) for k in range(calls)]
+
+
+# ---- set-up ---------------------------------------------------------------------------------------------------------
+
+
+@case
+def described(comm: fcomm.Communicator) -> None:
+    facts = comm.backend.describe()
+    if comm.rank == 0:
+        print(f"# {facts}", flush=True)
+    assert facts["emulation"] is False
+    assert facts["ranks_per_gpu"] * facts["gpus"] == comm.world_size, facts
+    assert facts["sms_per_rank"] * facts["ranks_per_gpu"] <= facts["sms_total"], facts
+    if facts["ranks_per_gpu"] > 1:
+        assert facts["time_sliced"] != facts["mps"], facts
+        assert facts["mps"] is ("CUDA_MPS_PIPE_DIRECTORY" in os.environ), facts
+    assert comm.mpi.allreduce(facts["sms_per_rank"], MPI.MIN) == comm.mpi.allreduce(facts["sms_per_rank"], MPI.MAX)
+
+
+@case
+def kernels_are_resident_and_do_not_spill(comm: fcomm.Communicator) -> None:
+    from fcomm.source import MAX_THREADS, Specialisation
+
+    for p, dtype in reducing(comm):
+        kernel: Any = comm.backend.kernel(Specialisation(p, REDUCIBLE[dtype], comm.world_size))
+        shown = f"{kernel.name}: {kernel.registers} registers, {kernel.local_bytes} local bytes"
+        if comm.rank == 0:
+            print(f"# {shown}, {[kernel.max_blocks(t) for t in (128, 256, 512)]} blocks of 128, 256, 512", flush=True)
+        assert kernel.local_bytes == 0, shown
+        assert kernel.max_blocks(MAX_THREADS) >= 1
+
+
+@case
+def a_pooled_array_comes_first(comm: fcomm.Communicator) -> None:
+    cp = cupy()
+    cp.get_default_memory_pool().free_all_blocks()
+    small = cp.arange(16, dtype=cp.float32)
+    with make(comm) as other:
+        expect(other, other.all_reduce(small), [np.arange(16, dtype=np.float32)] * comm.world_size, "pooled")
+
+
+@case
+def memory_is_given_back(comm: fcomm.Communicator) -> None:
+    from cupy.cuda import runtime
+
+    cycles = 100 if comm.world_size <= 4 else 40
+
+    def cycle(k: int) -> None:
+        with make(comm, max_bytes=1 << 20) as other:
+            ranks.reduce_once(other, "one_shot.ll", "float32", 100 + k, (40, k))
+
+    def free() -> int:
+        cupy().get_default_memory_pool().free_all_blocks()
+        comm.backend.synchronize()
+        comm.mpi.Barrier()
+        bytes_free = int(runtime.memGetInfo()[0])
+        comm.mpi.Barrier()
+        return bytes_free
+
+    for k in range(3):
+        cycle(k)
+    before, start = free(), time.monotonic()
+    for k in range(cycles):
+        cycle(k)
+    lost = before - free()
+    if comm.rank == 0:
+        print(
+            f"# {cycles} cycles: {lost} bytes lost, {(time.monotonic() - start) / cycles * 1e3:.1f} ms each", flush=True
+        )
+    assert lost <= 8 << 20, f"{lost >> 20} MiB lost in {cycles} cycles"
+
+
+@case
+def no_memory_left_is_one_sentence(comm: fcomm.Communicator) -> None:
+    from cupy.cuda import runtime
+
+    taken = 0
+    comm.mpi.Barrier()
+    if comm.rank == comm.world_size - 1:
+        taken = runtime.malloc(max(2 << 20, runtime.memGetInfo()[0] - (768 << 20)))
+    comm.mpi.Barrier()
+    try:
+        with refused("no room", "MiB"):
+            make(comm, max_bytes=1 << 30)
+    finally:
+        comm.mpi.Barrier()
+        if taken:
+            runtime.free(taken)
+    comm.mpi.Barrier()
+    ranks.reduce_once(comm, "auto", "float32", 33, (41,))
+
+
+# ---- arrays ---------------------------------------------------------------------------------------------------------
+
+
+class OnlyDlpack:
+    """A GPU array of another library: DLPack and nothing else."""
+
+    def __init__(self, x: Any) -> None:
+        self._x = x
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self._x.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        return self._x.__dlpack_device__()
+
+
+class OnlyInterface:
+    """A GPU array of another library: ``__cuda_array_interface__`` and nothing else."""
+
+    def __init__(self, x: Any) -> None:
+        self.__cuda_array_interface__ = x.__cuda_array_interface__
+        self._x = x
+
+
+@case
+def arrays_of_other_libraries(comm: fcomm.Communicator) -> None:
+    cp = cupy()
+    for k, wrap in enumerate((OnlyDlpack, OnlyInterface)):
+        for dtype in ("float32", "float16"):
+            xs = data(comm, (42, k), 1001, dtype)
+            x, out = comm.from_host(xs[comm.rank]), poisoned(comm, 1001, dtype)
+            y = comm.all_reduce(wrap(x), wrap(out))
+            assert type(y) is wrap
+            expect(comm, out, xs, wrap.__name__)
+            y = comm.all_reduce(wrap(x))
+            assert isinstance(y, cp.ndarray)
+            expect(comm, y, xs, f"{wrap.__name__}, own result")
+        with refused("contiguous"):
+            comm.all_reduce(wrap(cp.ones((4, 6), cp.float32).T))
+    with refused("host memory"):
+        comm.all_reduce(np.ones(3, np.float32))
+
+
+@case
+def torch_tensors(comm: fcomm.Communicator) -> None:
+    try:
+        import torch
+    except ImportError:
+        if comm.rank == 0:
+            print("# torch is not installed: torch_tensors has nothing to do", flush=True)
+        return
+    backend: Any = comm.backend
+    here = torch.device("cuda", backend.device)
+    kinds = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "int32": torch.int32}
+
+    def tensor(host: NDArray[Any]) -> Any:
+        raw = torch.from_numpy(host.view(np.uint8).copy()).to(here)
+        return raw.view(kinds[host.dtype.name])
+
+    for k, dtype in enumerate(kinds):
+        for count in (1, 8, 1001):
+            xs = data(comm, (43, k, count), count, dtype)
+            x = tensor(xs[comm.rank])
+            y = comm.all_reduce(x)
+            assert isinstance(y, torch.Tensor)
+            assert (y.dtype, y.device, y.shape) == (x.dtype, x.device, x.shape)
+            expect(comm, y, xs, f"torch {dtype} {count}")
+            side = torch.cuda.Stream()
+            with torch.cuda.stream(side):  # the channel's last stream must have finished: expect() has waited
+                assert comm.all_reduce(x, x) is x
+            side.synchronize()
+            expect(comm, x, xs, f"torch {dtype} {count} in place on a side stream")
+    with refused("host memory"):
+        comm.all_reduce(torch.ones(3))
+    with refused("contiguous"):
+        comm.all_reduce(torch.ones(4, 6, device=here).t())
+    # A graph captured by torch, results from its own pool.
+    count = 3000
+    x = tensor(np.zeros(count, REDUCIBLE["bfloat16"].numpy))
+    comm.all_reduce(x)
+    comm.backend.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = comm.all_reduce(x)
+        z = comm.all_reduce(y)
+    for k in range(5):
+        xs = data(comm, (44, k), count, "bfloat16")
+        x.copy_(tensor(xs[comm.rank]))
+        graph.replay()
+        torch.cuda.synchronize()
+        comm.check()
+        expect(comm, y, xs, "torch graph, first call")
+        expect(comm, z, [checks.reduce_reference(xs)] * comm.world_size, "torch graph, second call")
+
+
+# ---- graphs ---------------------------------------------------------------------------------------------------------
+
+
+@case
+def graphs_of_one_an_odd_number_and_hundreds(comm: fcomm.Communicator) -> None:
+    for calls in (1, 7, 300):
+        graph = Captured(comm, mixture(comm, calls, calls), 45)
+        for k in range(3):
+            graph.replay(k)
+
+
+@case
+def a_thousand_replays_back_to_back(comm: fcomm.Communicator) -> None:
+    """Inputs change between replays and outputs are kept, all on the stream: the host waits once, at the end."""
+    from cupy.cuda import runtime
+
+    replays, count, different = 1000, 600, 8
+    for p, dtype in reducing(comm):
+        if dtype not in ("float32", "bfloat16"):
+            continue
+        graph = Captured(comm, [(p.name, dtype, count)] * 3, 46)
+        sets = [[data(comm, (46, d, i), count, dtype) for i in range(3)] for d in range(different)]
+        store = [[comm.from_host(xs[comm.rank]) for xs in one] for one in sets]
+        kept = comm.empty(replays * 3 * count, dtype)
+        nbytes = graph.inputs[0].nbytes
+        runtime.memset(kept.data.ptr, 0xA5, kept.nbytes)
+        comm.backend.synchronize()
+        for k in range(replays):
+            for i in range(3):
+                runtime.memcpyAsync(
+                    graph.inputs[i].data.ptr, store[k % different][i].data.ptr, nbytes,
+                    runtime.memcpyDeviceToDevice, graph.stream.ptr,
+                )  # fmt: skip
+            graph.graph.launch(graph.stream)
+            for i in range(3):
+                runtime.memcpyAsync(
+                    kept.data.ptr + (3 * k + i) * nbytes, graph.outputs[i].data.ptr, nbytes,
+                    runtime.memcpyDeviceToDevice, graph.stream.ptr,
+                )  # fmt: skip
+        graph.stream.synchronize()
+        comm.check()
+        got = comm.to_host(kept).reshape(replays, 3, count)
+        want = [[checks.reduce_reference(xs) for xs in one] for one in sets]
+        for k in range(replays):
+            for i in range(3):
+                wrong = checks.wrong_elements(got[k, i], want[k % different][i])
+                assert wrong == 0, f"{p.name} {dtype}: replay {k}, call {i}: {wrong} wrong elements on rank {comm.rank}"
+
+
+@case
+def two_graphs_and_eager_calls_alternate(comm: fcomm.Communicator) -> None:
+    a, b = Captured(comm, mixture(comm, 5, 1), 47), Captured(comm, mixture(comm, 4, 2), 48)
+    pairs = list(reducing(comm))
+    for k in range(10):
+        a.replay(k)
+        p, dtype = pairs[k % len(pairs)]
+        ranks.reduce_once(comm, p.name, dtype, 100 + 37 * k, (49, k))
+        b.replay(k)
+        if k % 3 == 0:
+            a.replay(100 + k)
+
+
+@case
+def captured_again_with_other_sizes(comm: fcomm.Communicator) -> None:
+    for k, size in enumerate((9000, 3, 20000, 64)):
+        calls = [(name, dtype, size) for name, dtype, _ in mixture(comm, 5, k)]
+        Captured(comm, calls, 50).replay(k)
+
+
+@case
+def what_a_capture_refuses(comm: fcomm.Communicator) -> None:
+    cp = cupy()
+    fresh, loaded = make(comm), dict(cuda._loaded)
+    cuda._loaded.clear()  # as in a process that has not made such a call yet
+    x, out = cp.ones(50, cp.float32), cp.empty(50, cp.float32)
+    stream = cp.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        try:
+            if comm.world_size > 1:
+                with refused("not loaded yet", "prepare"):
+                    fresh.all_reduce(x, out)
+            with refused("being captured"):
+                make(comm)
+        finally:
+            stream.end_capture()
+            cuda._loaded.update(loaded)
+    fresh.all_reduce(x, out)
+    cp.cuda.Device().synchronize()
+    with stream:
+        stream.begin_capture()
+        try:
+            with refused("out=None"):
+                fresh.all_reduce(x)
+            fresh.all_reduce(x[:20], out[:20])  # another size of a kernel that is there is no trouble
+        finally:
+            graph = stream.end_capture()
+    graph.launch(stream)
+    stream.synchronize()
+    expect(comm, out[:20], [np.ones(20, np.float32)] * comm.world_size, "captured after a refusal")
+    fresh.close()
+
+
+@case
+def a_hang_inside_a_graph_is_named(comm: fcomm.Communicator) -> None:
+    n = comm.world_size
+    with make(comm, timeout_s=0.5) as victim:
+        graph = Captured(victim, [("one_shot.ll", "float32", 400)] * 20, 51)
+        graph.replay(0)
+        epoch = int(victim.backend.control()["epoch"][0])
+        if comm.rank != n - 1:
+            start = time.monotonic()
+            graph.graph.launch(graph.stream)
+            graph.stream.synchronize()  # one wait expires, and the other 19 calls leave without waiting
+            took = time.monotonic() - start
+            assert took < 5, f"the graph took {took:.1f} s to give up"
+            with pytest.raises(HangError) as caught:
+                victim.check()
+            record = caught.value.record
+            assert (record["rank"], record["peer"], record["epoch"]) == (comm.rank, n - 1, epoch), caught.value
+        victim.reset()
+        graph.replay(1)
+
+
+# ---- streams --------------------------------------------------------------------------------------------------------
+
+
+@case
+def two_streams_on_one_channel(comm: fcomm.Communicator) -> None:
+    cp = cupy()
+    if comm.world_size == 1:
+        return
+    a, b = cp.cuda.Stream(non_blocking=True), cp.cuda.Stream(non_blocking=True)
+    xs = data(comm, (52,), 500, "float32")
+    x, out, other = comm.from_host(xs[comm.rank]), poisoned(comm, 500, "float32"), poisoned(comm, 500, "float32")
+    spin = cp.RawKernel(
+        'extern "C" __global__ void spin(long long ns) { long long t, s; asm volatile("mov.u64 %0, %globaltimer;" : "=l"(s));'
+        ' do { asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t)); } while (t - s < ns); }',
+        "spin",
+    )
+    with make(comm, channels=2) as two:
+        two.all_reduce(x, out, stream=a)
+        two.all_reduce(x, other, stream=b, channel=1)
+        comm.backend.synchronize()
+        with a:
+            spin((1,), (1,), (1,))
+        a.synchronize()  # the kernel is loaded now
+        for _ in range(3):
+            with a:
+                spin((1,), (1,), (300_000_000,))
+            two.all_reduce(x, out, stream=a)
+            with refused("channel 0 still has work on another stream"):
+                two.all_reduce(x, other, stream=b)
+            two.all_reduce(x, other, stream=b, channel=1)  # a channel of its own is what to use
+            a.synchronize()
+            two.all_reduce(x, other, stream=b)  # and so is waiting
+            b.synchronize()
+            expect(comm, out, xs, "first stream")
+            expect(comm, other, xs, "second stream")
+        for stream in (a.ptr, a, None):
+            two.all_reduce(x, out, stream=stream)
+            comm.backend.synchronize()
+        with refused("no CUDA stream"):
+            two.all_reduce(x, out, stream="a")
+
+
+@case
+def all_kinds_of_latency_can_be_taken(comm: fcomm.Communicator) -> None:
+    from fcomm import measure, measure_cuda
+
+    for p, dtype in reducing(comm):
+        if dtype != "bfloat16":
+            continue
+        one = measure.Case("all_reduce", p.name, dtype, 16384, comm.world_size)
+        x, out = comm.from_host(data(comm, (53,), 8192, dtype)[comm.rank]), comm.empty(8192, dtype)
+        for mode in measure_cuda.MODES.values():
+            launch: Any = mode.bind(comm, one, x, out)
+            ns = comm.mpi.allreduce(float(np.median(mode.sample(comm, launch, 20))), MPI.MAX)
+            if comm.rank == 0:
+                skew = float(np.median(launch.arrival_skew_ns)) if launch.arrival_skew_ns.size else 0.0
+                print(f"# {p.name} {mode.name}: {ns / 1e3:.2f} us, arrival skew {skew / 1e3:.2f} us", flush=True)
+            assert 100 < ns < 1e8, (mode.name, ns)
+    measure_cuda.close(comm)
+
+
+# ---- scenarios: things that need a process of their own --------------------------------------------------------------
+
+
+def without_a_gpu(mpi: MPI.Intracomm, backend: str) -> None:
+    """The last rank sees no GPU (its environment was emptied before CUDA was touched)."""
+    with refused("GPU", str(mpi.size - 1)):
+        fcomm.Communicator(mpi, backend=backend)
+    print(f"SCENARIO ok rank {mpi.rank}", flush=True)
+
+
+def short(mpi: MPI.Intracomm, backend: str) -> None:
+    """A few calls of every protocol: what memcheck, and time slicing, can afford."""
+    with fcomm.Communicator(mpi, backend="cuda", max_bytes=1 << 16) as comm:
+        for p, dtype in reducing(comm):
+            for k, count in enumerate((1, 33, 1001)):
+                ranks.reduce_once(comm, p.name, dtype, count, (54, k), offset=k % 2, in_place=k == 1)
+        print(f"SCENARIO ok rank {mpi.rank} time_sliced={comm.backend.describe()['time_sliced']}", flush=True)
+
+
+def construct(mpi: MPI.Intracomm, backend: str) -> None:
+    """Says what construction says."""
+    try:
+        fcomm.Communicator(mpi, backend=backend).close()
+        print(f"SCENARIO constructed rank {mpi.rank}", flush=True)
+    except (SetupError, ArgumentError) as error:
+        print(f"SCENARIO refused rank {mpi.rank}: {error}", flush=True)
+
+
+def death(mpi: MPI.Intracomm, backend: str) -> None:
+    """The last rank's kernel writes to nowhere while the others wait for it."""
+    comm = fcomm.Communicator(mpi, backend="cuda", timeout_s=5)
+    ranks.reduce_once(comm, "one_shot.ll", "float32", 100, (55,))
+    mpi.Barrier()
+    try:
+        if mpi.rank == mpi.size - 1:
+            code = 'extern "C" __global__ void fault(int* p) { *(p + threadIdx.x) = 1; }'
+            cupy().RawKernel(code, "fault")((1,), (1,), (np.intp(8),))
+            comm.backend.synchronize()
+        else:
+            for _ in range(200):
+                comm.all_reduce(cupy().ones(100, cupy().float32))
+                comm.backend.synchronize()
+                comm.check()
+        print(f"SCENARIO unnoticed rank {mpi.rank}", flush=True)
+    except (DeviceError, HangError) as error:
+        print(f"SCENARIO {type(error).__name__} rank {mpi.rank}: {error}", flush=True)
+    except Exception as error:
+        print(f"SCENARIO other rank {mpi.rank}: {type(error).__name__} {error}", flush=True)
+    sys.stdout.flush()
+    time.sleep(1)
+    os._exit(0)  # a context that faulted cannot be torn down in order
+
+
+SCENARIOS = {f.__name__: f for f in (without_a_gpu, short, construct, death)}
+
+
+# ---- running --------------------------------------------------------------------------------------------------------
+
+
+def run_case(mpi: MPI.Intracomm, function: Case) -> bool:
+    """Runs one case; whether it held on all ranks. A rank that fails says so at once: the others may be waiting for it."""
+    error = ""
+    faulthandler.dump_traceback_later(CASE_LIMIT_S, exit=True)
+    try:
+        with fcomm.Communicator(mpi, backend="cuda", max_bytes=1 << 16, timeout_s=15) as comm:
+            function(comm)
+    except Exception:
+        error = traceback.format_exc()
+        print(f"rank {mpi.rank} of {mpi.size}, {function.__name__}:\n{error}", file=sys.stderr, flush=True)
+    held = not any(mpi.allgather(error))
+    faulthandler.cancel_dump_traceback_later()
+    return held
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help="cases of this file or of tests/ranks.py; all without any")
+    parser.add_argument("--scenario", choices=SCENARIOS)
+    parser.add_argument("--backend", default="cuda")
+    parser.add_argument("--blind", action="store_true", help="the last rank sees no GPU")
+    options = parser.parse_args()
+    mpi = MPI.COMM_WORLD
+    if options.blind and mpi.rank == mpi.size - 1:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if options.scenario:
+        faulthandler.dump_traceback_later(CASE_LIMIT_S, exit=True)
+        SCENARIOS[options.scenario](mpi, options.backend)
+        return 0
+    ranks.MANY_CALLS = 300
+    table = {**CASES, **ranks.CASES}
+    failed = 0
+    for name in options.names or table:
+        start = time.monotonic()
+        try:
+            held = run_case(mpi, table[name])
+        except FcommError:
+            held = False
+        failed += not held
+        if mpi.rank == 0:
+            print(f"{'PASS' if held else 'FAIL'} {name} {time.monotonic() - start:.2f}", flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

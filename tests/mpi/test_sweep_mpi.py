@@ -1,0 +1,183 @@
+"""The sweep under real mpirun: whole runs, kills in the middle, wrong results, disks that fill up."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+import experiments
+from tests import launch
+
+pytestmark = pytest.mark.mpi
+
+SWEEP = ["-m", "experiments.sweep"]
+
+
+def _only_run(out: Path) -> Path:
+    (path,) = (p.parent for p in out.glob("*/run.json"))
+    return path
+
+
+def _sentence(done: subprocess.CompletedProcess[str]) -> str:
+    """The one line that says what went wrong; the launcher may add its own about exit codes."""
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    return lines[0]
+
+
+def test_a_sweep_from_start_to_figure(tmp_path: Path) -> None:
+    arguments = ["--sizes", "1K,3K,16K", "--ranks", "2..3", "--dtypes", "f32,bf16", "--out", str(tmp_path)]
+    started = time.monotonic()
+    done = launch.mpirun(3, [*SWEEP, *arguments, "--budget", "20s"], timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert time.monotonic() - started < 25
+    path = _only_run(tmp_path)
+    run = experiments.load(path)
+    assert run.complete
+    assert set(run.cases["status"]) == {"measured"}
+    assert (run.cases["wrong"] == 0).all()
+    assert (run.cases["checked_calls"] > 0).all()
+    measured = run.cases[["ranks", "nbytes", "dtype"]].drop_duplicates()
+    assert len(measured) == 2 * 3 * 2
+    assert (path / "latency.png").read_bytes().startswith(b"\x89PNG")
+    table = [line for line in done.stdout.splitlines() if line.split()[:1] in (["2"], ["3"])]
+    assert len(table) == len(run.cases)
+    last = done.stdout.splitlines()[-1]
+    assert str(path) in last
+    assert "emulation" in last
+    assert "3 MPI ranks" in last
+    assert "ranks: 100%" in done.stderr  # the bar's last state
+    for key in ("source_hash", "mpi", "cpu", "cores", "command", "taken_utc", "packages", "ranks_per_device"):
+        assert run.provenance[key], key
+
+
+def test_one_rank_copies(tmp_path: Path) -> None:
+    done = launch.mpirun(1, [*SWEEP, "--sizes", "1K", "--out", str(tmp_path)], timeout=60)
+    assert done.returncode == 0, done.stderr
+    run = experiments.load(_only_run(tmp_path))
+    assert run.complete
+    assert run.latency["protocol"].tolist() == ["copy"]
+    assert run.latency["busbw_gbps"].tolist() == [0.0]
+
+
+def test_a_killed_sweep_is_readable_and_resumes_to_a_complete_run(tmp_path: Path) -> None:
+    arguments = ["--sizes", "1K..32K", "--ranks", "2,3", "--out", str(tmp_path), "--budget", "30s"]
+    process = launch.mpirun_popen(3, [*SWEEP, *arguments])
+    try:
+        end = time.monotonic() + 60
+        while time.monotonic() < end and process.poll() is None:
+            streams = list(tmp_path.glob("*/launch-0/samples.arrows"))
+            if streams and streams[0].stat().st_size > 20_000:
+                break
+            time.sleep(0.005)
+    finally:
+        launch.kill(process)
+        process.communicate()
+    path = _only_run(tmp_path)
+    cut = experiments.load(path)
+    assert not cut.complete
+    assert cut.owed, "the sweep was over before it was killed"
+    assert len(cut.samples) > 0
+    assert not (path / "latency.png").exists()
+
+    wrong_world = launch.mpirun(4, [*SWEEP, "--resume", str(path)], timeout=60)
+    assert wrong_world.returncode == 1
+    assert "number of ranks" in _sentence(wrong_world)
+
+    done = launch.mpirun(3, [*SWEEP, "--resume", str(path)], timeout=60)
+    assert done.returncode == 0, done.stderr
+    run = experiments.load(path)
+    assert run.complete
+    assert (run.cases["iterations"] == run.cases["planned"]).all()
+    assert (run.cases["wrong"] == 0).all()
+    assert len(run.launches) == 2
+    # What had been measured is still there, to the nanosecond, and only the rest was measured again.
+    assert run.samples[run.samples["launch"] == 0].reset_index(drop=True).equals(cut.samples)
+    assert set(run.samples.loc[run.samples["launch"] == 1, "case"]) == set(cut.owed)
+    assert (path / "latency.png").exists()
+
+    again = launch.mpirun(3, [*SWEEP, "--resume", str(path)], timeout=60)
+    assert again.returncode == 0, again.stderr
+    assert len(experiments.load(path).launches) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["--sizes", "0"], 2, "is not a size"),
+        (["--ranks", "2,9"], 2, "asks for 9 ranks and 3 were started"),
+        (["--resume", "{tmp}"], 1, "is not a run"),
+        (["--out", "{tmp}/file/results"], 1, "cannot write"),
+        (["--budget", "1s"], 2, "too short for a single case"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_ends_every_rank(
+    tmp_path: Path, arguments: list[str], code: int, says: str
+) -> None:
+    (tmp_path / "file").write_text("")
+    arguments = [a.format(tmp=tmp_path) for a in arguments]
+    if "--out" not in arguments and "--resume" not in arguments:
+        arguments += ["--out", str(tmp_path / "results")]
+    done = launch.mpirun(3, [*SWEEP, *arguments], timeout=30)
+    assert done.returncode == code, done.stderr
+    assert says in _sentence(done)
+    assert list(tmp_path.glob("**/run.json")) == []
+
+
+FULL_DISK = """
+import resource
+from experiments import sweep
+from fcomm import bootstrap
+from fcomm.records import Recorder
+
+append = Recorder.append
+def append_where_files_end_early(self, case, nanoseconds):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, limits[1]))
+    try:
+        append(self, case, nanoseconds)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+Recorder.append = append_where_files_end_early
+raise SystemExit(bootstrap.run(sweep.main))
+"""
+
+WRONG_RESULT = """
+from experiments import sweep
+from fcomm import bootstrap, measure
+
+verify = measure.verify
+def verify_and_find(comm, launches, x, out, data):
+    return {case: 5 * (case.protocol == "one_shot.ll") for case in verify(comm, launches, x, out, data)}
+measure.verify = verify_and_find
+raise SystemExit(bootstrap.run(sweep.main))
+"""
+
+
+def test_a_disk_that_fills_up_in_the_middle_ends_every_rank(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(FULL_DISK)
+    arguments = ["--sizes", "1K,2K", "--ranks", "2", "--out", str(tmp_path / "r"), "--budget", "20s"]
+    done = launch.mpirun(3, [str(script), *arguments], timeout=60)
+    assert done.returncode == 1, done.stderr
+    assert "samples.arrows (File too large)" in _sentence(done)
+    run = experiments.load(_only_run(tmp_path / "r"))
+    assert not run.complete
+    assert run.owed
+
+
+def test_a_wrong_variant_is_never_timed(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(WRONG_RESULT)
+    done = launch.mpirun(2, [str(script), "--sizes", "1K", "--out", str(tmp_path / "r")], timeout=60)
+    assert done.returncode == 1, done.stderr
+    assert "WRONG RESULTS" in done.stdout
+    run = experiments.load(_only_run(tmp_path / "r"))
+    status = run.cases.set_index("protocol")[["status", "wrong", "iterations"]]
+    assert status.loc["one_shot.ll"].tolist() == ["wrong", 5, 0]
+    assert "one_shot.ll" not in set(run.latency["protocol"])
+    assert "barrier.one_shot" in set(run.latency["protocol"])

@@ -1,0 +1,176 @@
+"""What can be known of the CUDA side without a GPU: everything compiles, nothing spills, and the structs are the same."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fcomm.backends.cpu import CpuKernel, build
+from fcomm.backends.cuda import OPTIONS
+from fcomm.dtypes import BFLOAT16, FLOAT32, REDUCIBLE
+from fcomm.layout import CONTROL_DTYPE, ERROR_DTYPE, params_dtype
+from fcomm.protocols import protocols
+from fcomm.source import MAX_THREADS, Specialisation, flatten
+
+nvrtc = pytest.importorskip("cupy").cuda.nvrtc
+HELPERS = {
+    "probe": ("probe.cuh", "fc::probe"),
+    "meet": ("measure/meet.cuh", "fc::meet"),
+    "floor": ("measure/floor.cuh", "fc::floor_copy<fc::Bytes>"),
+}
+
+
+def specialisations(ranks: range) -> Iterator[Specialisation]:
+    for p in protocols().values():
+        for t in p.dtypes:
+            for n in ranks:
+                yield Specialisation(p, t, n)
+
+
+EVERY = list(specialisations(range(2, 9)))
+# Each protocol with each element type once, and the rank counts at both ends and in between, on Hopper; the other
+# architectures with the type that has most code.
+SOME = [(s, 90) for s in EVERY if s.world_size == 8]
+SOME += [(s, 90) for s in EVERY if s.dtype in (FLOAT32, BFLOAT16) and s.world_size in (2, 3)]
+SOME += [(s, arch) for s in EVERY if s.dtype == BFLOAT16 and s.world_size == 8 for arch in (80, 100)]
+ALL = [(s, arch) for s in EVERY for arch in (80, 90, 100) if (s, arch) not in SOME]
+
+
+def compile_cubin(name: str, text: str, arch: int) -> bytes:
+    try:
+        program = nvrtc.createProgram(text, f"{name}.cu", (), ())
+    except (RuntimeError, OSError, ImportError) as error:  # the wheel with the compiler is an extra
+        pytest.skip(f"NVRTC is not installed: {str(error).splitlines()[0]}")
+    try:
+        nvrtc.compileProgram(program, (*OPTIONS, f"-arch=sm_{arch}"))
+    except nvrtc.NVRTCError:
+        log = nvrtc.getProgramLog(program)
+        pytest.fail(f"{name} for sm_{arch}:\n{log[:3000]}", pytrace=False)
+    try:
+        cubin: bytes = nvrtc.getCUBIN(program)
+        return cubin + b"\0"  # CuPy leaves out the last byte
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+def resources(cubin: bytes, arch: int) -> dict[str, int]:
+    """Registers and bytes of stack of the cubin's kernel, from its ELF: the attributes the driver itself reads."""
+    assert cubin[:4] == b"\x7fELF"
+    (at,) = struct.unpack_from("<Q", cubin, 40)
+    size, count, names = struct.unpack_from("<HHH", cubin, 58)
+    headers = [struct.unpack_from("<IIQQQQIIQQ", cubin, at + k * size) for k in range(count)]
+    strings = headers[names][4]
+
+    def name(header: tuple[Any, ...]) -> str:
+        start = strings + header[0]
+        return cubin[start : cubin.index(b"\0", start)].decode()
+
+    found: dict[str, int] = {}
+    for header in headers:
+        section = name(header)
+        if section == ".nv.info":
+            data = cubin[header[4] : header[4] + header[5]]
+            k = 0
+            while k + 4 <= len(data):
+                form, attribute, value = struct.unpack_from("<BBH", data, k)
+                k += 4
+                if form == 4:
+                    words = struct.unpack_from(f"<{value // 4}I", data, k)
+                    k += value
+                    if attribute in (0x11, 0x12) and len(words) == 2:  # EIATTR_FRAME_SIZE, EIATTR_MIN_STACK_SIZE
+                        found["stack"] = max(found.get("stack", 0), words[1])
+                    if attribute == 0x2F and len(words) == 2:  # EIATTR_REGCOUNT
+                        found["registers"] = max(found.get("registers", 0), words[1])
+    assert "registers" in found, (arch, [name(h) for h in headers])
+    return found
+
+
+def check(spec: Specialisation, arch: int) -> None:
+    used = resources(compile_cubin(spec.name, spec.text(), arch), arch)
+    assert 0 < used["registers"] <= 65536 // MAX_THREADS, (spec.name, arch, used)
+    assert used.get("stack", 0) == 0, f"{spec.name} for sm_{arch} keeps {used['stack']} bytes per thread in memory"
+
+
+@pytest.mark.parametrize(("spec", "arch"), SOME, ids=lambda v: v.name if isinstance(v, Specialisation) else f"sm_{v}")
+def test_compiles_and_does_not_spill(spec: Specialisation, arch: int) -> None:
+    check(spec, arch)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("spec", "arch"), ALL, ids=lambda v: v.name if isinstance(v, Specialisation) else f"sm_{v}")
+def test_all_compile_and_none_spills(spec: Specialisation, arch: int) -> None:
+    check(spec, arch)
+
+
+@pytest.mark.parametrize("name", HELPERS)
+def test_the_helpers_compile(name: str) -> None:
+    header, call = HELPERS[name]
+    lines = ["#define FC_N 8", f"#define FC_MAX_THREADS {MAX_THREADS}", f'#include "{header}"', f"FC_KERNEL(({call}))"]
+    assert resources(compile_cubin(name, flatten("\n".join(lines)), 90), 90)["registers"] <= 64
+
+
+def test_no_arithmetic_options_are_left_to_chance() -> None:
+    assert "--fmad=false" in OPTIONS
+    assert "--ftz=false" in OPTIONS
+    assert not [o for o in OPTIONS if re.search("fast", o)]
+
+
+@pytest.mark.parametrize("n", range(2, 9))
+def test_structs_are_the_same_on_the_device(n: int) -> None:
+    """The compiler for the device checks sizes and places; the ones expected are NumPy's."""
+    params = params_dtype(n)
+    lines = [f"#define FC_N {n}", f"#define FC_MAX_THREADS {MAX_THREADS}", '#include "params.cuh"']
+    facts = {
+        "sizeof(fc::Params)": params.itemsize,
+        "sizeof(fc::Control)": CONTROL_DTYPE.itemsize,
+        "sizeof(fc::ErrorRecord)": ERROR_DTYPE.itemsize,
+    }
+    member = {"in": "in", "out": "out", "region": "region", "rank": "rank", "protocol": "protocol", "error": "error"}
+    facts |= {f"__builtin_offsetof(fc::Params, {m})": params.fields[f][1] for f, m in member.items()}  # type: ignore[index]
+    facts |= {
+        f"__builtin_offsetof(fc::Control, {f})": CONTROL_DTYPE.fields[f][1]  # type: ignore[index]
+        for f in ("epoch", "poison", "ticket", "claim", "lamport")
+    }
+    facts |= {
+        f"__builtin_offsetof(fc::ErrorRecord, {m})": ERROR_DTYPE.fields[f][1]  # type: ignore[index]
+        for f, m in {
+            "valid": "valid",
+            "nbytes": "bytes_low",
+            "cell": "cell_low",
+            "seen": "seen",
+            "channel": "channel",
+        }.items()
+    }
+    lines += [f'static_assert({what} == {value}, "{what}");' for what, value in facts.items()]
+    lines += ['extern "C" __global__ void fc_kernel() {}']
+    compile_cubin("structs", flatten("\n".join(lines)), 90)
+
+
+def test_structs_are_the_same_on_the_host() -> None:
+    spec = Specialisation(protocols()["one_shot.ll"], REDUCIBLE["float32"], 3)
+    sizes = CpuKernel(build(spec)).struct_sizes
+    assert sizes == (params_dtype(3).itemsize, CONTROL_DTYPE.itemsize, ERROR_DTYPE.itemsize)
+
+
+def test_launch_arguments_are_a_pointer_to_a_pointer_to_the_struct() -> None:
+    """What `CudaBackend` hands to the driver, followed by hand."""
+    from fcomm.backends.cuda import CudaBackend
+
+    backend = CudaBackend.__new__(CudaBackend)
+    backend._packed, backend._last = {}, [None]
+    params = np.zeros(1, params_dtype(2))
+    params["nbytes"] = 4321
+    address = backend._pack(params)[2]
+    first = ctypes.c_void_p.from_address(address).value
+    assert first == params.ctypes.data
+    offset = params.dtype.fields["nbytes"][1]  # type: ignore[index]
+    assert ctypes.c_uint64.from_address(first + offset).value == 4321
+    params["nbytes"] = 99  # a plan writes into the same memory for every call
+    assert ctypes.c_uint64.from_address(first + offset).value == 99
+    assert backend._packed[id(params)][0] is params

@@ -1,0 +1,112 @@
+"""Flattening and hashing of kernel sources: one string holds all that a compiler sees, and one hash names it."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from fcomm import source
+from fcomm.errors import SetupError
+from fcomm.protocols import protocols
+from fcomm.source import Specialisation, flatten, kernel_root
+
+SPECS = [Specialisation(p, t, 3) for p in protocols().values() for t in p.dtypes]
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """a includes b and d/c; b and c include the same d/e, each in its own way."""
+    (tmp_path / "d").mkdir()
+    (tmp_path / "a.cuh").write_text('#pragma once\n#include <stddef.h>\n#include "b.cuh"\n#include "d/c.cuh"\nint a;\n')
+    (tmp_path / "b.cuh").write_text('#pragma once\n#include "d/e.cuh"\nint b;\n')
+    (tmp_path / "d" / "c.cuh").write_text('#pragma once\n  #  include "e.cuh"\nint c;\n')
+    (tmp_path / "d" / "e.cuh").write_text("#pragma once\n#include <stddef.h>\nint e;\n")
+    return tmp_path
+
+
+def test_each_file_is_there_once_and_before_what_needs_it(tree: Path) -> None:
+    text = flatten('#include "a.cuh"\n#include "b.cuh"\nint last;\n', tree)
+    assert re.findall(r"int (\w+);", text) == ["e", "b", "c", "a", "last"]
+    assert "#pragma once" not in text
+    assert '#include "' not in text
+
+
+def test_system_includes_stay(tree: Path) -> None:
+    assert flatten('#include "a.cuh"\n', tree).count("#include <stddef.h>") == 2
+
+
+def test_line_numbers_are_those_of_the_files(tree: Path) -> None:
+    """Where a compiler says file and line, they must be the ones to open."""
+    at: tuple[str, int] = ("", 0)
+    for line in flatten('#include "a.cuh"\nint last;\n', tree).splitlines():
+        if found := re.fullmatch(r'#line (\d+) "(.*)"', line):
+            at = (found[2], int(found[1]))
+            continue
+        if line.startswith("int ") and at[0] != "specialisation.cu":
+            # `#pragma once` is dropped, so a file's lines count from the one after it
+            lines = [x for x in (tree / at[0]).read_text().splitlines() if x != "#pragma once"]
+            assert line in (tree / at[0]).read_text().splitlines(), at
+            assert line in lines
+        at = (at[0], at[1] + 1)
+
+
+def test_a_missing_include_is_named_in_one_sentence(tree: Path) -> None:
+    (tree / "b.cuh").write_text('#pragma once\nint b;\n#include "gone.cuh"\n')
+    with pytest.raises(SetupError) as caught:
+        flatten('#include "a.cuh"\n', tree)
+    assert str(caught.value) == "b.cuh:3 includes gone.cuh, which is not among the kernel sources"
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
+def test_every_specialisation_is_one_self_contained_string(spec: Specialisation) -> None:
+    text = spec.text()
+    assert '#include "' not in text.replace('#include "cpu/', "")
+    assert text.count("FC_KERNEL((") == 1
+    starts = re.findall(r'^#line 1 "(.*)"$', text, re.MULTILINE)
+    assert len(starts) == len(set(starts))
+    for header in (spec.protocol.algorithm.header, *(e.header for e in spec.protocol.encodings)):
+        assert header in starts
+
+
+def test_specialisations_have_names_and_texts_of_their_own() -> None:
+    assert len({s.name for s in SPECS}) == len({s.text() for s in SPECS}) == len(SPECS)
+
+
+def test_the_hash_changes_with_any_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    root = tmp_path / "kernels_cu"
+    shutil.copytree(kernel_root(), root)
+    monkeypatch.setattr(source, "kernel_root", lambda: root)
+    hash_now = source.source_hash.__wrapped__
+    before = hash_now()
+    assert before == hash_now()
+    files = sorted(p for p in root.rglob("*") if p.is_file())
+    assert files
+    seen = {before}
+    for path in files:
+        content = path.read_bytes()
+        path.write_bytes(content + b"\n")
+        seen.add(hash_now())
+        path.write_bytes(content)
+    assert len(seen) == len(files) + 1
+    assert hash_now() == before
+    files[0].rename(files[0].with_name("renamed.cuh"))
+    assert hash_now() not in seen
+
+
+def test_kernels_inside_the_package_are_found_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """`pip install` puts them at fcomm/kernels_cu; a folder of that name beside the package is somebody else's."""
+    inside, beside = tmp_path / "fcomm" / "kernels_cu", tmp_path / "kernels_cu"
+    for folder in (inside, beside):
+        folder.mkdir(parents=True)
+        (folder / "primitives.cuh").touch()
+    monkeypatch.setattr(source, "__file__", str(tmp_path / "fcomm" / "source.py"))
+    find = source.kernel_root.__wrapped__
+    assert find() == inside.resolve()
+    shutil.rmtree(inside)
+    assert find() == beside.resolve()
+    shutil.rmtree(beside)
+    with pytest.raises(SetupError, match="kernel sources are missing"):
+        find()
