@@ -22,6 +22,7 @@ DEFAULT_SIZES = "1K..1M"
 DEFAULT_BUDGET = "60s"
 LARGEST = 64 << 20
 MOST_RANKS = 1024
+MOST_CALLS = 1_000_000
 FINISH_S = 6.0
 """Kept for records, table and figure; importing pandas and matplotlib is most of it."""
 CHECKING_SHARE = 0.45
@@ -43,6 +44,8 @@ class Request:
     protocols: tuple[str, ...]
     """Empty: all that are admitted."""
     modes: tuple[str, ...]
+    calls: int
+    """Timed calls of a case at most; the budget may allow fewer."""
     budget_s: float
     seed: int
     backend: str
@@ -86,6 +89,7 @@ def parser() -> argparse.ArgumentParser:
         help="; ".join(f"{m.name}: {m.meaning}" for m in MODES.values()) + " (host)",
     )
     p.add_argument("--backend", choices=("auto", "cpu", "cuda"), help="auto: cuda where there is a GPU (auto)")
+    p.add_argument("--calls", type=int, metavar="INT", help=f"timed calls of a case at most ({measure.MOST})")
     p.add_argument("--budget", metavar="TIME", help=f"for everything from start to figure: 60s, 10m ({DEFAULT_BUDGET})")
     p.add_argument("--seed", type=int, metavar="INT", help="of the data and of the order of candidates (0)")
     p.add_argument("--out", type=Path, metavar="DIR", help="folder for runs (results)")
@@ -182,6 +186,9 @@ def build_request(args: argparse.Namespace, started: int) -> Request:
         ranks = parse_ranks(args.ranks, None if dry else started)
     else:
         ranks = default_ranks(8 if dry and started == 1 else started)
+    calls = measure.MOST if args.calls is None else args.calls
+    if not 0 < calls <= MOST_CALLS:
+        raise ArgumentError(f"--calls {calls} is not between 1 and {MOST_CALLS}")
     seed = 0 if args.seed is None else args.seed
     if seed < 0:
         raise ArgumentError(f"--seed {seed} is negative")
@@ -191,6 +198,7 @@ def build_request(args: argparse.Namespace, started: int) -> Request:
         dtypes=dtypes,
         protocols=tuple(dict.fromkeys(names)),
         modes=_known("--modes", _items("--modes", _given(args.modes, "host")), list(MODES)),
+        calls=calls,
         budget_s=parse_time(_given(args.budget, DEFAULT_BUDGET)),
         seed=seed,
         backend=args.backend or "auto",
@@ -248,8 +256,8 @@ def dry_run(request: Request) -> str:
                 ]
     checking = sum(cost for cost, _ in costs.values()) * (measure.CHECKED_CALLS + 2)
     available = (request.budget_s - START_S - FINISH_S - checking) * TIMING_SHARE
-    plan = measure.plan_iterations(costs, available)
-    timing = sum(measure.point_seconds(costs[p][0], k, costs[p][1], 2e-3) for p, k in plan.items() if k)
+    plan = measure.plan_iterations(costs, available, most=request.calls)
+    timing = sum(measure.point_seconds(costs[p][0], k, costs[p][1], measure.VISIT_S) for p, k in plan.items() if k)
     dropped = sum(costs[p][1] for p, k in plan.items() if not k)
     total = min(START_S + FINISH_S + checking + timing, request.budget_s)
     note = f"; {dropped} would not fit" if dropped else ""

@@ -149,7 +149,7 @@ class Sweep:
         r = self.request
         points = len(r.sizes) * len(r.dtypes) * len(r.modes) * max(len(r.protocols), len(protocols()))
         # 19 bytes a row in the stream, as many again at most in Parquet; a figure and tables.
-        return 4 << 20 | points * sum(r.ranks) * measure.MOST * 2 * 19
+        return 4 << 20 | points * sum(r.ranks) * r.calls * 2 * 19
 
     # ---- checking ----
 
@@ -246,12 +246,15 @@ class Sweep:
         for s in runnable:
             points.setdefault(s.case.point, []).append(s)
         costs = {p: (sum(s.cost_s for s in of_it), len(of_it)) for p, of_it in points.items()}
-        plan = measure.plan_iterations(costs, self.left_s() * TIMING_SHARE)
+        plan = measure.plan_iterations(costs, self.left_s() * TIMING_SHARE, most=self.request.calls)
         for p, of_it in points.items():
             for s in of_it:
                 s.planned = plan[p]
                 if not s.planned:
-                    s.status, s.reason = "dropped", f"{measure.LEAST} calls did not fit into the budget"
+                    s.status, s.reason = (
+                        "dropped",
+                        f"{min(measure.LEAST, self.request.calls)} calls did not fit into the budget",
+                    )
 
     def _row(self, s: Surveyed) -> dict[str, Any]:
         devices, n = self.facts["devices"], s.case.ranks
@@ -426,7 +429,7 @@ def _cases_by_number(run: records.Run) -> dict[int, Case]:
 def _resumed(world: MPI.Intracomm, args: argparse.Namespace) -> Request:
     given = [
         n
-        for n in ("sizes", "ranks", "dtypes", "protocols", "modes", "budget", "seed", "out")
+        for n in ("sizes", "ranks", "dtypes", "protocols", "modes", "calls", "budget", "seed", "out")
         if getattr(args, n) is not None
     ]
     if given:

@@ -218,6 +218,8 @@ ROUNDS = 5
 """Times that a sweep comes back to each case: drift of the machine then falls on all candidates alike."""
 WARMUP = 1
 """Untimed calls at the start of each visit."""
+VISIT_S = 2e-3
+"""Fixed cost of a visit: gathering times and appending them."""
 LEAST, MOST = 10, 400
 """Timed calls of a case: fewer do not give a 95 % interval worth showing, more do not narrow it visibly."""
 
@@ -227,23 +229,26 @@ def point_seconds(cost_s: float, iterations: int, candidates: int, visit_s: floa
     return cost_s * (iterations + ROUNDS * WARMUP) + ROUNDS * candidates * visit_s
 
 
-def plan_iterations(costs: Mapping[P, tuple[float, int]], available_s: float, visit_s: float = 2e-3) -> dict[P, int]:
+def plan_iterations(
+    costs: Mapping[P, tuple[float, int]], available_s: float, visit_s: float = VISIT_S, most: int = MOST
+) -> dict[P, int]:
     """Timed calls for each point, so that all of them together take at most `available_s`.
 
     costs : point -> (seconds of one call of each candidate, summed; number of candidates). All candidates of a point get
-    the same count, and points share the time evenly as far as `LEAST` and `MOST` allow. Where even `LEAST` calls take too
+    the same count, and points share the time evenly as far as `LEAST` and `most` allow. Where even `LEAST` calls take too
     long, the costliest points are dropped (0 calls), whole, since a point with half its candidates compares nothing.
     """
+    least = min(LEAST, most)
 
     def seconds(point: P, iterations: int) -> float:
         return point_seconds(costs[point][0], iterations, costs[point][1], visit_s)
 
-    kept = sorted(costs, key=lambda p: seconds(p, LEAST))
-    while kept and sum(seconds(p, LEAST) for p in kept) > available_s:
+    kept = sorted(costs, key=lambda p: seconds(p, least))
+    while kept and sum(seconds(p, least) for p in kept) > available_s:
         kept.pop()
 
     def counts(share_s: float) -> dict[P, int]:
-        return {p: int(min(max((share_s - seconds(p, 0)) / max(costs[p][0], 1e-9), LEAST), MOST)) for p in kept}
+        return {p: int(min(max((share_s - seconds(p, 0)) / max(costs[p][0], 1e-9), least), most)) for p in kept}
 
     low, high = 0.0, max(available_s, 0.0)
     for _ in range(50):

@@ -73,8 +73,7 @@ def flatten(text: str, root: Path | None = None) -> str:
         for number, line in enumerate(lines.splitlines(), 1):
             found = _INCLUDE.match(line)
             if found is None:
-                if line.strip() != "#pragma once":
-                    out.append(line)
+                out.append("" if line.strip() == "#pragma once" else line)  # an empty line: line numbers stay right
                 continue
             path = root / found.group(1)
             if not path.is_file():  # an include relative to the including file

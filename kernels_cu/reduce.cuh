@@ -44,9 +44,9 @@ struct Bytes {
   static constexpr int kElement = 1;
 };
 
-// Sum of the ranks' payloads, v[0] + v[1] + ... + v[FC_N - 1], element by element.
-template <class T, int kWords>
-FC_DEVICE Payload reduce_in_rank_order(const Payload* v) {
+// Sum of the ranks' payloads, of(0) + of(1) + ... + of(FC_N - 1), element by element.
+template <class T, int kWords, class Of>
+FC_DEVICE Payload reduce_in_rank_order(const Of& of) {
   constexpr int kPerWord = 4 / T::kElement;
   Payload sum = {{0, 0, 0, 0}};
 #pragma unroll
@@ -54,9 +54,9 @@ FC_DEVICE Payload reduce_in_rank_order(const Payload* v) {
     typename T::Acc acc[kPerWord];
 #pragma unroll
     for (int k = 0; k < kPerWord; k++) {
-      acc[k] = T::get(v[0].w[i], k);
+      acc[k] = T::get(of(0).w[i], k);
 #pragma unroll
-      for (int r = 1; r < FC_N; r++) acc[k] = T::add(acc[k], T::get(v[r].w[i], k));
+      for (int r = 1; r < FC_N; r++) acc[k] = T::add(acc[k], T::get(of(r).w[i], k));
     }
     sum.w[i] = T::put(acc);
   }

@@ -7,7 +7,7 @@ namespace fc {
 
 // One call of a one-phase collective, from the first read of the epoch to the last output.
 //
-// A Sink is what becomes of the n payloads of a cell: static void consume(p, span, payloads).
+// A Sink is what becomes of the n ranks' payloads: static void consume(p, span, cells), cells[r] being rank r's.
 //
 // Deadlock freedom: a block pushes all it owns before its first poll, and the grid is resident, so every cell that anyone
 // waits for is pushed without waiting for anything.
@@ -40,11 +40,11 @@ FC_DEVICE void exchange(const Params& p) {
     for (u64 c = tiles.first(); c < tiles.end(); c += tiles.stride()) {
       // In place this is still input: a cell's output is written by the thread that owns the cell, after this.
       if (!tiles.is_first(c)) own = load_payload<Wire::kWords, T::kElement>(p.in, p.nbytes, Wire::span(c));
-      Payload v[FC_N];
+      Cell got[FC_N];
 #pragma unroll
-      for (u32 r = 0; r < FC_N; r++) v[r] = own;  // v[rank] stays; the others are taken
-      if (!slots.take(c, v)) return;
-      Sink::consume(p, Wire::span(c), v);
+      for (u32 r = 0; r < FC_N; r++) got[r] = Wire::holding(own);  // got[rank] stays; the others are taken
+      if (!slots.take(c, got)) return;
+      Sink::consume(p, Wire::span(c), got);
     }
   }
 }

@@ -7,8 +7,9 @@ namespace fc {
 
 template <class Wire, class T>
 struct StoreSum {
-  static FC_DEVICE void consume(const Params& p, Span span, const Payload* v) {
-    store_payload<Wire::kWords, T::kElement>(p.out, p.nbytes, span, reduce_in_rank_order<T, Wire::kWords>(v));
+  static FC_DEVICE void consume(const Params& p, Span span, const Cell* got) {
+    const Payload sum = reduce_in_rank_order<T, Wire::kWords>([&](int r) { return Wire::payload(got[r]); });
+    store_payload<Wire::kWords, T::kElement>(p.out, p.nbytes, span, sum);
   }
 };
 

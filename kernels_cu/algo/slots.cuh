@@ -152,34 +152,30 @@ class Slots {
     return ld_relaxed_gpu(&control(p_)->poison) == 0;
   }
 
-  // Takes one cell of every peer into v[peer] and leaves v[rank] alone. All are looked at together, then only those that
-  // were not there. Returns false if the wait expired.
-  FC_DEVICE bool take(u64 cell, Payload* v) const {
+  // Takes one cell of every peer into got[peer] and leaves got[rank] alone. All are looked at together, then only those
+  // that were not there. Returns false if the wait expired.
+  FC_DEVICE bool take(u64 cell, Cell* got) const {
     u32 missing = ((1u << FC_N) - 1) & ~(1u << p_.rank);
     Wait wait;
     while (true) {
-      Cell seen[FC_N];
 #pragma unroll
       for (u32 r = 0; r < FC_N; r++) {
-        if (missing >> r & 1u) seen[r] = Wire::look(cell_of(p_.rank, r, cell));
+        if (missing >> r & 1u) got[r] = Wire::look(cell_of(p_.rank, r, cell));
       }
 #pragma unroll
       for (u32 r = 0; r < FC_N; r++) {
-        if ((missing >> r & 1u) && Wire::ready(seen[r], e_)) {
-          v[r] = Wire::payload(seen[r]);
-          missing &= ~(1u << r);
-        }
+        if ((missing >> r & 1u) && Wire::ready(got[r], e_)) missing &= ~(1u << r);
       }
       if (missing == 0) break;
       if (!Wire::all_agree(wait.again(p_))) {
-        report_missing(missing, cell, seen);
+        report_missing(missing, cell, got);
         return false;
       }
     }
     if (Wire::kSecondLook) {
 #pragma unroll
       for (u32 r = 0; r < FC_N; r++) {
-        if (r != p_.rank) v[r] = Wire::payload(Wire::look(cell_of(p_.rank, r, cell)));
+        if (r != p_.rank) got[r] = Wire::look(cell_of(p_.rank, r, cell));
       }
     }
     return true;
@@ -194,14 +190,14 @@ class Slots {
   FC_DEVICE u32* flag_of(u32 owner, u32 source, u32 chunk) const {
     return reinterpret_cast<u32*>(slot(owner, source)) + chunk;
   }
-  FC_DEVICE void report_missing(u32 missing, u64 cell, const Cell* seen) const {
+  FC_DEVICE void report_missing(u32 missing, u64 cell, const Cell* got) const {
     u32 late = 0;
     Cell last = {{0, 0, 0, 0}};
 #pragma unroll
     for (u32 r = FC_N; r-- > 0;) {
       if (missing >> r & 1u) {
         late = r;
-        last = seen[r];
+        last = got[r];
       }
     }
     report_expired(p_, e_, late, cell, last);

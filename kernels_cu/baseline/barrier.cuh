@@ -79,13 +79,12 @@ FC_DEVICE void barrier_one_shot(const Params& p) {
     if (!barrier::meet(p, chunk, 0, e, true)) return;
     for (u64 part = first; part < cells; part += step) {
       for (u64 c = part + threadIdx.x; c < part + barrier::kPartCells && c < cells; c += blockDim.x) {
-        Payload v[FC_N];
+        Cell got[FC_N];
 #pragma unroll
-        for (u32 r = 0; r < FC_N; r++) {
-          const Cell x = ld_relaxed_sys(barrier::staging(p, r, c));
-          v[r] = Payload{{x.w[0], x.w[1], x.w[2], x.w[3]}};
-        }
-        store_payload<4, T::kElement>(p.out, p.nbytes, barrier::span(c), reduce_in_rank_order<T, 4>(v));
+        for (u32 r = 0; r < FC_N; r++) got[r] = ld_relaxed_sys(barrier::staging(p, r, c));
+        const Payload sum = reduce_in_rank_order<T, 4>(
+            [&](int r) { return Payload{{got[r].w[0], got[r].w[1], got[r].w[2], got[r].w[3]}}; });
+        store_payload<4, T::kElement>(p.out, p.nbytes, barrier::span(c), sum);
       }
     }
     // Departure: relaxed is enough, since nothing is handed over; that my loads are done before it is the block barrier's.

@@ -1,6 +1,6 @@
 // The floor: the grid and the argument of a collective, its input loaded and its output stored, and nothing in between.
 #pragma once
-#include "payload.cuh"
+#include "reduce.cuh"
 
 namespace fc {
 

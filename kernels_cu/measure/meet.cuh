@@ -13,6 +13,7 @@ constexpr u64 kMeetFlagBytes = 128;
 FC_DEVICE bool reached(const u32* word, u32 ticket, u64 end_ns) {
   while (int(ld_acquire_sys(word) - ticket) < 0) {
     if (now_ns() > end_ns) return false;
+    spin_pause();
   }
   return true;
 }

@@ -32,7 +32,6 @@ struct Flag : EpochPerCell {
     st_relaxed_sys(slot, Cell{{v.w[0], v.w[1], v.w[2], v.w[3]}});
   }
   static FC_DEVICE bool ready(Cell, u32) { return true; }  // by the chunk's flag, see Slots::await
-  static FC_DEVICE Payload payload(Cell c) { return Payload{{c.w[0], c.w[1], c.w[2], c.w[3]}}; }
 };
 
 }  // namespace wire

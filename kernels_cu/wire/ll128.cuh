@@ -30,7 +30,6 @@ struct Ll128 : EpochPerCell {
   }
   static FC_DEVICE Cell look(const Cell* slot) { return ld_relaxed_sys_line(slot, mask()); }
   static FC_DEVICE bool ready(Cell c, u32 e) { return group_any(mask(), lane() == 7 && c.w[2] == e && c.w[3] == e); }
-  static FC_DEVICE Payload payload(Cell c) { return Payload{{c.w[0], c.w[1], c.w[2], c.w[3]}}; }
   static FC_DEVICE bool all_agree(bool yes) { return group_all(mask(), yes); }
 };
 

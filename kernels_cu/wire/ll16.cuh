@@ -13,7 +13,6 @@ struct Ll16 : EpochPerCell {
   static FC_DEVICE Span span(u64 cell) { return Span{cell * 12, 12}; }
   static FC_DEVICE void put(Cell* slot, Payload v, u32 e) { st_relaxed_sys(slot, Cell{{v.w[0], v.w[1], v.w[2], e}}); }
   static FC_DEVICE bool ready(Cell c, u32 e) { return c.w[3] == e; }
-  static FC_DEVICE Payload payload(Cell c) { return Payload{{c.w[0], c.w[1], c.w[2], 0}}; }
 };
 
 }  // namespace wire

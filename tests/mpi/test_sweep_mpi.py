@@ -31,10 +31,8 @@ def _sentence(done: subprocess.CompletedProcess[str]) -> str:
 
 def test_a_sweep_from_start_to_figure(tmp_path: Path) -> None:
     arguments = ["--sizes", "1K,3K,16K", "--ranks", "2..3", "--dtypes", "f32,bf16", "--out", str(tmp_path)]
-    started = time.monotonic()
-    done = launch.mpirun(3, [*SWEEP, *arguments, "--budget", "20s"], timeout=60)
+    done = launch.mpirun(3, [*SWEEP, *arguments, "--calls", "20"], timeout=100)
     assert done.returncode == 0, done.stderr
-    assert time.monotonic() - started < 25
     path = _only_run(tmp_path)
     run = experiments.load(path)
     assert run.complete
@@ -56,7 +54,7 @@ def test_a_sweep_from_start_to_figure(tmp_path: Path) -> None:
 
 
 def test_one_rank_copies(tmp_path: Path) -> None:
-    done = launch.mpirun(1, [*SWEEP, "--sizes", "1K", "--out", str(tmp_path)], timeout=60)
+    done = launch.mpirun(1, [*SWEEP, "--sizes", "1K", "--calls", "20", "--out", str(tmp_path)], timeout=60)
     assert done.returncode == 0, done.stderr
     run = experiments.load(_only_run(tmp_path))
     assert run.complete
@@ -65,7 +63,7 @@ def test_one_rank_copies(tmp_path: Path) -> None:
 
 
 def test_a_killed_sweep_is_readable_and_resumes_to_a_complete_run(tmp_path: Path) -> None:
-    arguments = ["--sizes", "1K..32K", "--ranks", "2,3", "--out", str(tmp_path), "--budget", "30s"]
+    arguments = ["--sizes", "1K..32K", "--ranks", "2,3", "--out", str(tmp_path), "--calls", "80"]
     process = launch.mpirun_popen(3, [*SWEEP, *arguments])
     try:
         end = time.monotonic() + 60
@@ -137,7 +135,7 @@ from fcomm.records import Recorder
 append = Recorder.append
 def append_where_files_end_early(self, case, nanoseconds):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     try:
         append(self, case, nanoseconds)
     finally:
@@ -161,7 +159,7 @@ raise SystemExit(bootstrap.run(sweep.main))
 def test_a_disk_that_fills_up_in_the_middle_ends_every_rank(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(FULL_DISK)
-    arguments = ["--sizes", "1K,2K", "--ranks", "2", "--out", str(tmp_path / "r"), "--budget", "20s"]
+    arguments = ["--sizes", "1K,2K", "--ranks", "2", "--out", str(tmp_path / "r")]
     done = launch.mpirun(3, [str(script), *arguments], timeout=60)
     assert done.returncode == 1, done.stderr
     assert "samples.arrows (File too large)" in _sentence(done)
@@ -173,11 +171,11 @@ def test_a_disk_that_fills_up_in_the_middle_ends_every_rank(tmp_path: Path) -> N
 def test_a_wrong_variant_is_never_timed(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(WRONG_RESULT)
-    done = launch.mpirun(2, [str(script), "--sizes", "1K", "--out", str(tmp_path / "r")], timeout=60)
+    done = launch.mpirun(2, [str(script), "--sizes", "1K", "--calls", "20", "--out", str(tmp_path / "r")], timeout=60)
     assert done.returncode == 1, done.stderr
     assert "WRONG RESULTS" in done.stdout
     run = experiments.load(_only_run(tmp_path / "r"))
-    status = run.cases.set_index("protocol")[["status", "wrong", "iterations"]]
-    assert status.loc["one_shot.ll"].tolist() == ["wrong", 5, 0]
+    bad = run.cases[run.cases["protocol"] == "one_shot.ll"].to_dict("records")
+    assert [(c["status"], c["wrong"], c["iterations"]) for c in bad] == [("wrong", 5, 0)]
     assert "one_shot.ll" not in set(run.latency["protocol"])
     assert "barrier.one_shot" in set(run.latency["protocol"])

@@ -125,20 +125,25 @@ def test_no_arithmetic_options_are_left_to_chance() -> None:
 def test_structs_are_the_same_on_the_device(n: int) -> None:
     """The compiler for the device checks sizes and places; the ones expected are NumPy's."""
     params = params_dtype(n)
-    lines = [f"#define FC_N {n}", f"#define FC_MAX_THREADS {MAX_THREADS}", '#include "params.cuh"']
+    lines = [
+        f"#define FC_N {n}",
+        f"#define FC_MAX_THREADS {MAX_THREADS}",
+        '#include "params.cuh"',
+        "#define offsetof(T, m) __INTADDR__(&((T*)0)->m)",
+    ]
     facts = {
         "sizeof(fc::Params)": params.itemsize,
         "sizeof(fc::Control)": CONTROL_DTYPE.itemsize,
         "sizeof(fc::ErrorRecord)": ERROR_DTYPE.itemsize,
     }
     member = {"in": "in", "out": "out", "region": "region", "rank": "rank", "protocol": "protocol", "error": "error"}
-    facts |= {f"__builtin_offsetof(fc::Params, {m})": params.fields[f][1] for f, m in member.items()}  # type: ignore[index]
+    facts |= {f"offsetof(fc::Params, {m})": params.fields[f][1] for f, m in member.items()}  # type: ignore[index]
     facts |= {
-        f"__builtin_offsetof(fc::Control, {f})": CONTROL_DTYPE.fields[f][1]  # type: ignore[index]
+        f"offsetof(fc::Control, {f})": CONTROL_DTYPE.fields[f][1]  # type: ignore[index]
         for f in ("epoch", "poison", "ticket", "claim", "lamport")
     }
     facts |= {
-        f"__builtin_offsetof(fc::ErrorRecord, {m})": ERROR_DTYPE.fields[f][1]  # type: ignore[index]
+        f"offsetof(fc::ErrorRecord, {m})": ERROR_DTYPE.fields[f][1]  # type: ignore[index]
         for f, m in {
             "valid": "valid",
             "nbytes": "bytes_low",

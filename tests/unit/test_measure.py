@@ -171,6 +171,10 @@ def test_calls_are_reduced_before_cases_are_dropped() -> None:
     assert measure.plan_iterations(costs, 1.0) == {"small": MOST, "large": 0}
 
 
+def test_fewer_calls_than_the_least_can_be_asked_for() -> None:
+    assert measure.plan_iterations({"a": (1e-3, 2)}, 100.0, most=3) == {"a": 3}
+
+
 @given(st.integers(0, 1000))
 def test_visits_add_up_and_are_even(iterations: int) -> None:
     calls = measure.visits(iterations)

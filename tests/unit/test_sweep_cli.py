@@ -49,6 +49,7 @@ BAD = {
     "--dtypes": ["", "float64", "f32,,bf16", "int8"],
     "--protocols": ["", "nope", "one_shot.ll,", "auto"],
     "--modes": ["", "fast", "host,"],
+    "--calls": ["0", "-1", "many", "99999999"],
     "--budget": ["0", "0s", "-5s", "soon", "10 years", "1m30s"],
     "--seed": ["-1", "x", "1.5"],
     "--backend": ["gpu"],
