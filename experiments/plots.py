@@ -19,17 +19,27 @@ if TYPE_CHECKING:
     from fcomm.records import Run
 
 # Okabe and Ito's palette: told apart by readers with any colour vision; markers carry the same distinction in grey.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "*")
+# Baselines are grey and hollow, so that a reader sees at once what is compared with what.
+BASELINE_COLOURS = ("#000000", "#777777", "#444444", "#999999")
 DASHES = ("-", "--", ":", "-.")
 PANELS_IN_A_ROW = 4
 
 
 def style(protocol: str) -> dict[str, Any]:
-    """Colour and marker of a protocol: its own in every figure, whatever else is drawn."""
-    names = list(protocols())
-    k = names.index(protocol) if protocol in names else len(names)
-    return {"color": COLOURS[k % len(COLOURS)], "marker": MARKERS[k % len(MARKERS)]}
+    """Colour and marker of a protocol: its own in every figure of its collective, whatever else is drawn."""
+    known = protocols().get(protocol)
+    alike = [
+        p.name
+        for p in protocols().values()
+        if known and p.collective == known.collective and p.baseline == known.baseline
+    ]
+    k = alike.index(protocol) if known else len(MARKERS) - 1
+    colours = BASELINE_COLOURS if known and known.baseline else COLOURS
+    colour = colours[k % len(colours)]
+    hollow = {"markerfacecolor": "white"} if known and known.baseline else {}
+    return {"color": colour, "marker": MARKERS[k % len(MARKERS)], **hollow}
 
 
 def latency(run: Run, mode: str | None = None, collective: str = "all_reduce") -> Figure:
@@ -52,13 +62,15 @@ def latency(run: Run, mode: str | None = None, collective: str = "all_reduce") -
     columns = min(len(counts), PANELS_IN_A_ROW)
     rows = -(-len(counts) // columns)
     figure = Figure(figsize=(max(4.2 * columns, 6.6), 3.6 * rows + 1.1), dpi=150, layout="constrained")
-    axes = figure.subplots(rows, columns, sharey=True, squeeze=False)
+    axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
     for axis, n in itertools.zip_longest(axes.flat, counts):
         if n is None:
             axis.set_visible(False)
             continue
-        _latency_panel(axis, frame[frame["ranks"] == n], len(frame["dtype"].unique()) > 1)
+        _latency_panel(axis, frame[frame["ranks"] == n], sorted(frame["dtype"].unique()))
+        axis.tick_params(labelbottom=True)
         axis.set_title(f"{n} {'rank' if n == 1 else 'ranks'}", fontsize=10)
+    _size_ticks(axes.flat[0], sorted(int(b) for b in frame["nbytes"].unique()))
     for axis in axes[:, 0]:
         axis.set_ylabel("latency (µs), slowest rank")
     _legend(figure, axes)
@@ -75,9 +87,8 @@ def latency(run: Run, mode: str | None = None, collective: str = "all_reduce") -
     return figure
 
 
-def _latency_panel(axis: Axes, frame: Any, several_dtypes: bool) -> None:
+def _latency_panel(axis: Axes, frame: Any, dtypes: list[str]) -> None:
     order = {name: k for k, name in enumerate(protocols())}
-    dtypes = sorted(frame["dtype"].unique())
     for protocol in sorted(frame["protocol"].unique(), key=lambda p: order.get(p, len(order))):
         for dtype in dtypes:
             of_it = frame[(frame["protocol"] == protocol) & (frame["dtype"] == dtype)]
@@ -87,14 +98,14 @@ def _latency_panel(axis: Axes, frame: Any, several_dtypes: bool) -> None:
                 continue
             x = line["nbytes"].to_numpy(float)
             look = style(protocol)
-            label = f"{protocol}, {dtype}" if several_dtypes else protocol
+            label = f"{protocol}, {dtype}" if len(dtypes) > 1 else protocol
             dash = DASHES[dtypes.index(dtype) % len(DASHES)]
             axis.plot(x, line["latency_us"], label=label, linestyle=dash, markersize=4.5, linewidth=1.4, **look)
             axis.fill_between(x, line["low_us"], line["high_us"], color=look["color"], alpha=0.22, linewidth=0)
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
-    _size_ticks(axis, sorted(int(b) for b in frame["nbytes"].unique()))
     _plain_microseconds(axis)
+    axis.tick_params(axis="x", labelsize=7.5)
     axis.grid(visible=True, which="major", color="0.85", linewidth=0.6)
     axis.grid(visible=True, which="minor", axis="y", color="0.93", linewidth=0.4)
     axis.spines[["top", "right"]].set_visible(False)
@@ -109,7 +120,7 @@ def _size_ticks(axis: Axes, sizes: list[int]) -> None:
             shown.append(nbytes)
     if len(sizes) > 1:
         shown.append(sizes[-1])
-    axis.set_xticks(shown, [size_label(b) for b in shown], fontsize=7.5)
+    axis.set_xticks(shown, [size_label(b) for b in shown])
     axis.set_xticks(sizes, [""] * len(sizes), minor=True)
 
 

@@ -174,6 +174,7 @@ class Sweep:
         with self._communicator(n) as comm:
             for dtype in r.dtypes:
                 names = candidates(r, n, dtype, comm.admitted(dtype, COLLECTIVE))
+                per_byte_s = 0.0
                 for nbytes in r.sizes:
                     point = {
                         Case(COLLECTIVE, name, dtype, nbytes, n, mode): reason
@@ -185,8 +186,11 @@ class Sweep:
                         point = {case: None for case in point if case in wanted}
                     found += [Surveyed(case, status="refused", reason=why) for case, why in point.items() if why]
                     run = [case for case, why in point.items() if why is None]
-                    if run and comm.mpi.bcast(self.elapsed_s() < deadline_s):
-                        found += self._survey_point(comm, run)
+                    # Sizes ascend: what the last one took, by its bytes, is what this one takes at most.
+                    if run and comm.mpi.bcast(self.elapsed_s() + per_byte_s * nbytes < deadline_s):
+                        checked = self._survey_point(comm, run)
+                        found += checked
+                        per_byte_s = sum(s.cost_s for s in checked) * (measure.CHECKED_CALLS + 2) / nbytes
                     else:
                         late = "the budget ended before its results could be checked"
                         found += [Surveyed(case, status="dropped", reason=late) for case in run]

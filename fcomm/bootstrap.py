@@ -133,7 +133,7 @@ def _together(seconds: float = 2.0) -> bool:
         end = time.monotonic() + seconds
         while not (_met := bool(request.Test())) and time.monotonic() < end:
             time.sleep(0.01)
-    return _met
+    return bool(_met)
 
 
 def _leave_together(code: int) -> None:

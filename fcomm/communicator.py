@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -13,8 +14,8 @@ from fcomm import bootstrap, selector, settings
 from fcomm.backends.base import Backend, LaunchShape, View
 from fcomm.dtypes import BYTES, REDUCIBLE
 from fcomm.errors import ArgumentError, ClosedError, DisagreementError, HangError, NotAdmittedError
-from fcomm.layout import ERROR_DTYPE, SlabLayout, error_message
-from fcomm.protocols import CELL_BYTES, Protocol, protocol, protocols
+from fcomm.layout import CALL_WORDS, ERROR_DTYPE, SlabLayout, error_message
+from fcomm.protocols import CELL_BYTES, Protocol, protocol, protocols, shard_bytes
 from fcomm.source import MAX_THREADS, Specialisation
 
 WARP = 32
@@ -56,9 +57,10 @@ class Plan:
         element = BYTES if proto.algorithm.moves_bytes else REDUCIBLE[dtype]
         self.protocol = proto
         self.kernel = comm.backend.kernel(Specialisation(proto, element, comm.world_size))
-        self.piece = comm.layout.piece_bytes(proto)
-        self.pieces = -(-nbytes // self.piece)
-        wanted = shape or comm.backend.default_shape(-(-min(nbytes, self.piece) // CELL_BYTES))
+        self.pieces = _pieces(comm, proto, nbytes)
+        longest = self.pieces[0].part if "shard" in proto.algorithm.phases else self.pieces[0].nbytes
+        cells = proto.encodings[0].cells(longest) if proto.encodings else -(-longest // CELL_BYTES)
+        wanted = shape or comm.backend.default_shape(cells)
         if wanted.threads % WARP or not WARP <= wanted.threads <= MAX_THREADS or wanted.blocks < 1:
             raise ArgumentError(
                 f"a launch shape is blocks >= 1 and threads a multiple of {WARP} up to {MAX_THREADS}, not {wanted}"
@@ -67,15 +69,41 @@ class Plan:
         self.params = comm.layout.params(
             proto, comm.rank, comm.slabs, comm.backend.error_address(), channel, comm.timeout_s
         )
-        # in, out, nbytes, out_stride follow the slab addresses
-        self._words = self.params.view(np.uint64)[comm.world_size : comm.world_size + 4]
+        self._words = self.params.view(np.uint64)[comm.world_size : comm.world_size + len(CALL_WORDS)]
 
     def launch(self, backend: Backend, src: View, dst: View, stream: Any) -> None:
-        words, nbytes = self._words, src.nbytes
-        for k in range(self.pieces):
-            at = k * self.piece
-            words[:] = (src.address + at, dst.address + at, min(self.piece, nbytes - at), nbytes)
+        words = self._words
+        for piece in self.pieces:
+            words[:] = (src.address + piece.offset, dst.address + piece.offset, piece.nbytes, piece.stride, piece.part)
             backend.launch(self.kernel, self.shape, self.params, stream)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one launch handles, in bytes: where it begins in input and output, and the kernel's nbytes, stride, part."""
+
+    offset: int
+    nbytes: int
+    stride: int
+    part: int
+
+
+def _pieces(comm: Communicator, proto: Protocol, nbytes: int) -> list[Piece]:
+    """Splits a message of `nbytes` (the input's) into what the protocol's slots take."""
+    n, limit = comm.world_size, comm.layout.piece_bytes(proto)
+    if proto.collective == "reduce_scatter":  # a piece of every rank's part
+        part = nbytes // n
+        lengths = [(at, min(limit, part - at)) for at in range(0, part, limit)]
+        return [Piece(at, (n - 1) * part + length, part, length) for at, length in lengths]
+    pieces = []
+    for at in range(0, nbytes, limit):
+        length = min(limit, nbytes - at)
+        if proto.collective == "all_gather":
+            pieces.append(Piece(at, length, nbytes, length))
+        else:
+            shard = shard_bytes(length, n)
+            pieces.append(Piece(at, length, shard, shard))
+    return pieces
 
 
 class Call:
@@ -216,6 +244,26 @@ class Communicator:
         """
         return self.prepare("all_gather", x, out, protocol=protocol, stream=stream, channel=channel, shape=shape)()
 
+    def reduce_scatter(
+        self,
+        x: Any,
+        out: Any = None,
+        *,
+        op: str = "sum",
+        protocol: str = "auto",
+        stream: Any = None,
+        channel: int = 0,
+        shape: tuple[int, int] | None = None,
+    ) -> Any:
+        """The sum over all ranks of this rank's part of x: the rank-th of n equal parts of the flattened x.
+
+        x : as for `all_reduce`, its size a multiple of n. out : array of x.size / n elements, which may be that part of
+        x itself, or None for a new array of shape (x.size / n,). Returns out.
+        """
+        return self.prepare(
+            "reduce_scatter", x, out, op=op, protocol=protocol, stream=stream, channel=channel, shape=shape
+        )()
+
     def prepare(
         self,
         collective: str,
@@ -293,7 +341,15 @@ class Communicator:
     # ---- arguments --------------------------------------------------------------------------------------------------
 
     def _result_shape(self, collective: str, src: View) -> tuple[int, ...]:
-        return (self.world_size, *src.shape) if collective == "all_gather" else src.shape
+        if collective == "all_gather":
+            return (self.world_size, *src.shape)
+        if collective == "reduce_scatter":
+            if src.count % self.world_size:
+                raise ArgumentError(
+                    f"reduce_scatter of {src.count} elements among {self.world_size} ranks: the parts would not be equal"
+                )
+            return (src.count // self.world_size,)
+        return src.shape
 
     def _check_options(self, collective: str, op: str, channel: int) -> None:
         known = sorted({p.collective for p in protocols().values()})
@@ -306,14 +362,18 @@ class Communicator:
 
     def _check_out(self, collective: str, src: View, dst: View) -> None:
         shape = self._result_shape(collective, src)
-        if dst.dtype != src.dtype or dst.shape != shape:
+        fits = dst.count == shape[0] if collective == "reduce_scatter" else dst.shape == shape
+        if dst.dtype != src.dtype or not fits:
             raise ArgumentError(f"out is {dst.dtype} {dst.shape}; it must be {src.dtype} {shape}")
         if not dst.contiguous:
             raise ArgumentError("out is not C-contiguous")
         apart = dst.address + dst.nbytes <= src.address or src.address + src.nbytes <= dst.address
-        in_place = dst.address + (self.rank * src.nbytes if collective == "all_gather" else 0)
+        own_part = self.rank * min(src.nbytes, dst.nbytes)
+        in_place, part = {
+            "all_gather": (dst.address + own_part, "x being out[rank]"),
+            "reduce_scatter": (dst.address - own_part, "out being this rank's part of x"),
+        }.get(collective, (dst.address, "x itself"))
         if not apart and src.address != in_place:
-            part = "out[rank]" if collective == "all_gather" else "the input itself"
             raise ArgumentError(f"out overlaps the input in part: only {part}, or memory apart from it, will do")
 
     # ---- state ------------------------------------------------------------------------------------------------------

@@ -60,11 +60,15 @@ CONTROL_DTYPE = np.dtype(
 )
 
 
+CALL_WORDS = ("in", "out", "nbytes", "stride", "part")
+"""The words of a kernel's argument that differ from call to call; they follow the slabs' addresses."""
+
+
 def params_dtype(world_size: int) -> np.dtype[np.void]:
     """The bytes of ``struct Params`` in ``kernels_cu/params.cuh`` for a world of that size."""
     return np.dtype(
         [("slab", "<u8", world_size)]
-        + [(n, "<u8") for n in ("in", "out", "nbytes", "out_stride", "control", "error", "timeout_ns")]
+        + [(n, "<u8") for n in (*CALL_WORDS, "control", "error", "timeout_ns")]
         + [("region", REGION_DTYPE, 2)]
         + [(n, "<u8") for n in ("scrub_offset", "scrub_stride", "scrub_bytes")]
         + [(n, "<u4") for n in ("scrub_from", "scrub_cells", "rank", "channel", "protocol", "reserved")]
@@ -142,8 +146,14 @@ class SlabLayout:
         return self._regions_of[channel]
 
     def piece_bytes(self, protocol: Protocol) -> int:
-        """Largest message in bytes that one launch of the protocol takes; longer ones are split into such pieces."""
-        return self.regions()[protocol.regions[0]].capacity
+        """Largest message in bytes that one launch of the protocol takes; longer ones are split into such pieces.
+
+        For all-gather and reduce-scatter: the largest part of one rank.
+        """
+        capacity = min(self.regions()[name].capacity for name in protocol.regions)
+        if protocol.algorithm.phases == ("shard", "shard"):
+            return self.world_size * (capacity // 2 // LINE * LINE)
+        return capacity
 
     def scrub_from(self, cells: int = SCRUB_CELLS) -> int:
         """First epoch of the window in which both copies are cleared twice, `cells` cells a call."""
@@ -159,7 +169,7 @@ class SlabLayout:
     def params(
         self, protocol: Protocol, rank: int, slabs: list[int], error_address: int, channel: int, timeout_s: float
     ) -> np.ndarray[tuple[int], np.dtype[np.void]]:
-        """A kernel's argument with everything filled in but the call's own in, out, nbytes and out_stride."""
+        """A kernel's argument with everything filled in but the call's own words."""
         p = np.zeros(1, params_dtype(self.world_size))
         p["slab"] = slabs
         p["control"] = self.control_offset(channel)

@@ -128,17 +128,27 @@ class Ring:
     def __init__(self, comm: Communicator, case: Case) -> None:
         itemsize = REDUCIBLE[case.dtype].itemsize
         self.count = case.nbytes // itemsize
-        self.calls = max(5, min(CALLS, RING_BYTES // max(1, 2 * case.nbytes)))
+        if case.collective not in ("all_reduce", "all_gather"):
+            raise ArgumentError(f"{case.collective} is not measured in graphs yet")
+        outputs = 1 if case.collective == "all_reduce" else comm.world_size
+        self.calls = max(5, min(CALLS, RING_BYTES // max(1, (1 + outputs) * case.nbytes)))
         total = self.count + (self.calls - 1) * SHIFT
         own = checks.inputs((20, case.nbytes, case.ranks), comm.rank, comm.world_size, total, case.dtype)
         every = np.empty((comm.world_size, own.nbytes), np.uint8)
         comm.mpi.Allgather(own.view(np.uint8), every)
-        self._want = checks.reduce_reference([row.view(own.dtype) for row in every])
+        rows = [row.view(own.dtype) for row in every]
+        self.copies = 1 if case.collective == "all_reduce" else comm.world_size
+        self._want = [checks.reduce_reference(rows)] if case.collective == "all_reduce" else rows
         self.inputs = [comm.from_host(own[self._part(k)]) for k in range(self.calls)]
-        self.outputs = [comm.empty(self.count, case.dtype) for _ in range(self.calls)]
+        self.outputs = [comm.empty(self.copies * self.count, case.dtype) for _ in range(self.calls)]
+        if self.copies > 1:
+            self.outputs = [out.reshape(self.copies, self.count) for out in self.outputs]
 
     def _part(self, k: int) -> slice:
         return slice(k * SHIFT, k * SHIFT + self.count)
+
+    def _exact(self, k: int) -> NDArray[Any]:
+        return np.concatenate([row[self._part(k)] for row in self._want])
 
     def poison(self, comm: Communicator) -> None:
         from cupy.cuda import runtime
@@ -151,7 +161,7 @@ class Ring:
     def wrong(self, comm: Communicator, calls: int) -> int:
         """Wrong elements in the first `calls` outputs, over all ranks. Collective."""
         found = sum(
-            checks.wrong_elements(comm.to_host(self.outputs[k]), self._want[self._part(k)]) for k in range(calls)
+            checks.wrong_elements(comm.to_host(self.outputs[k]).reshape(-1), self._exact(k)) for k in range(calls)
         )
         return int(sum(comm.mpi.allgather(found)))
 
@@ -286,7 +296,8 @@ class FloorCalls(GraphCalls):
         for k in range(ring.calls):
             params = np.zeros(1, params_dtype(comm.world_size))
             params["in"], params["out"] = ring.inputs[k].data.ptr, ring.outputs[k].data.ptr
-            params["nbytes"] = case.nbytes
+            params["nbytes"] = params["out_stride"] = case.nbytes
+            params["reserved"] = ring.copies
             calls.append(lambda p=params: backend.launch_once(kernel, shape, p, self.stream.ptr))  # type: ignore[misc]
         return calls
 
@@ -296,7 +307,9 @@ class FloorCalls(GraphCalls):
         self.long.launch(self.stream)
         self.stream.synchronize()
         found = sum(
-            checks.wrong_elements(self.comm.to_host(ring.outputs[k]), self.comm.to_host(ring.inputs[k]))
+            checks.wrong_elements(
+                self.comm.to_host(ring.outputs[k]).reshape(-1), np.tile(self.comm.to_host(ring.inputs[k]), ring.copies)
+            )
             for k in range(ring.calls)
         )
         return int(sum(self.comm.mpi.allgather(found)))
@@ -336,8 +349,9 @@ class HostCall(_Bound):
     def __init__(self, comm: Communicator, case: Case, x: Any, out: Any, prepared: bool) -> None:
         super().__init__(comm, case, x, out)
         name, shape, stream = case.registered_name, case.shape, self.stream
+        collective = getattr(comm, case.collective)
         self._call: Queue = (
-            self._eager if prepared else lambda: comm.all_reduce(x, out, protocol=name, shape=shape, stream=stream)
+            self._eager if prepared else lambda: collective(x, out, protocol=name, shape=shape, stream=stream)
         )
         self.return_ns = np.zeros(0, np.int64)
 

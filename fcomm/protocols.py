@@ -78,19 +78,39 @@ class Encoding:
 
 @dataclass(frozen=True)
 class Algorithm:
-    """Who sends what to whom. `rounds` counts dependent hops; `encoded` algorithms exist once for each encoding."""
+    """Who sends what to whom."""
 
     name: str
     collective: str
     kernel: str
+    """Its function template in ``header``, which lies under ``kernels_cu``."""
     header: str
-    rounds: int
-    encoded: bool
+    phases: tuple[str, ...]
+    """What each rank sends to each peer, one dependent hop after another: the "whole" message, or a "shard" of it."""
+    encoded: bool = True
+    """It exists once for each encoding; otherwise it has evidence of its own and `regions` names its memory."""
     moves_bytes: bool = False
     """The kernel moves bytes of any type unchanged, instead of adding elements."""
     baseline: bool = False
     own_contract: bool = False
     """The result follows the original's rules instead of the reduction contract (a baseline that is faithful to them)."""
+    regions: tuple[str, ...] = ()
+    extra_rounds: int = 0
+    """Dependent hops beside the phases: a baseline's barriers."""
+
+    @property
+    def rounds(self) -> int:
+        """Dependent hops of one call."""
+        return len(self.phases) + self.extra_rounds
+
+
+SHARD_GRANULE = 16
+"""Shards of an all-reduce begin at multiples of this many bytes, so that an aligned message has aligned shards."""
+
+
+def shard_bytes(nbytes: int, world_size: int) -> int:
+    """Length of a full shard when a message is split among the ranks; the last ones may be shorter or empty."""
+    return -(-(-(-nbytes // world_size)) // SHARD_GRANULE) * SHARD_GRANULE
 
 
 @dataclass(frozen=True)
@@ -120,11 +140,24 @@ class Protocol:
         return needs if self.encodings else frozenset({"acquire_release"})
 
     def wire_bytes(self, nbytes: int, world_size: int) -> int:
-        """Bytes that one rank sends (or, for baselines that pull, reads) over its link in one call, evidence included."""
+        """Bytes that one rank sends (or, for baselines that pull, reads) over its link in one call, evidence included.
+
+        The rank that sends most; `nbytes` is the message, for all-gather the bytes of one rank.
+        """
         peers = world_size - 1
-        if not self.encodings:
-            return peers * -(-nbytes // CELL_BYTES) * CELL_BYTES
-        return peers * self.encodings[0].wire_bytes(nbytes)
+        total = 0
+        for k, phase in enumerate(self.algorithm.phases):
+            size = nbytes if phase == "whole" else shard_bytes(nbytes, world_size)
+            if not self.encodings:
+                total += peers * -(-size // CELL_BYTES) * CELL_BYTES
+                continue
+            encoding = self.encodings[min(k, len(self.encodings) - 1)]
+            lengths = [max(0, min(size, nbytes - r * size)) for r in range(world_size)]
+            if phase == "whole" or k > 0:  # the same to each peer
+                total += peers * encoding.wire_bytes(size)
+            else:  # to each peer its part; rank 0's own part is a full one, so it sends least: take the last rank
+                total += sum(encoding.wire_bytes(length) for length in lengths[:-1])
+        return total
 
     def refusal(self, dtype: str | None, world_size: int, capabilities: frozenset[str]) -> str | None:
         """Why this protocol may not run here, in one clause; None if it may. `dtype=None` asks about the link alone."""
@@ -161,24 +194,33 @@ ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
     {
         a.name: a
         for a in (
-            Algorithm("one_shot", "all_reduce", "one_shot", "algo/one_shot.cuh", rounds=1, encoded=True),
+            Algorithm("one_shot", "all_reduce", "one_shot", "algo/one_shot.cuh", ("whole",)),
+            Algorithm("two_shot", "all_reduce", "two_shot", "algo/two_shot.cuh", ("shard", "shard")),
+            Algorithm("all_gather", "all_gather", "all_gather", "algo/all_gather.cuh", ("whole",), moves_bytes=True),
+            Algorithm("reduce_scatter", "reduce_scatter", "reduce_scatter", "algo/reduce_scatter.cuh", ("shard",)),
             Algorithm(
-                "all_gather", "all_gather", "all_gather", "algo/all_gather.cuh",
-                rounds=1, encoded=True, moves_bytes=True,
-            ),
-            Algorithm(
-                "barrier.one_shot", "all_reduce", "barrier_one_shot", "baseline/barrier.cuh",
-                rounds=2, encoded=False, baseline=True,
+                "barrier.one_shot", "all_reduce", "barrier_one_shot", "baseline/barrier.cuh", ("whole",),
+                encoded=False, baseline=True, regions=("staging", "barrier_flags"), extra_rounds=1,
             ),
         )
     }
 )  # fmt: skip
 
+MIXED = (("lamport16", "ll128"), ("lamport", "ll128"), ("lamport16", "ll16"), ("ll", "ll128"))
+"""Encodings of the two phases of two-shot that exist beside one encoding for both. A pair costs a kernel for each dtype
+and world size, so only such pairs are here that no single encoding dominates: cheap evidence for the small hop in front
+of a dense line, or 16-byte payloads for the sums in front of exact ones."""
 
-def _reason_against(a: Algorithm, e: Encoding) -> str | None:
+
+def _reason_against(a: Algorithm, encodings: tuple[Encoding, ...]) -> str | None:
     """Why a combination does not exist at all; None if it does."""
-    if a.moves_bytes and not e.bit_exact:
+    if a.moves_bytes and not all(e.bit_exact for e in encodings):
         return "it would change bytes: one word of every payload stands for 'not arrived'"
+    if len({e.name for e in encodings}) > 1:
+        if any(e.max_chunks for e in encodings):
+            return "a chunk of flag is no tile of another encoding"
+        if tuple(e.name for e in encodings) not in MIXED:
+            return f"of the mixed pairs only {', '.join('+'.join(m) for m in MIXED)} exist"
     return None
 
 
@@ -188,17 +230,20 @@ def _build() -> tuple[dict[str, Protocol], dict[str, str]]:
     for a in ALGORITHMS.values():
         dtypes = (BYTES,) if a.moves_bytes else tuple(REDUCIBLE.values())
         if not a.encoded:
-            found[a.name] = Protocol(a.name, a, (), ("staging", "barrier_flags"), dtypes)
+            found[a.name] = Protocol(a.name, a, (), a.regions, dtypes)
             continue
-        for e in ENCODINGS.values():
-            name = f"{a.name}.{e.name}"
-            reason = _reason_against(a, e)
+        pairs = [(e,) * len(a.phases) for e in ENCODINGS.values()]
+        if len(a.phases) == 2:
+            pairs += [(e, f) for e in ENCODINGS.values() for f in ENCODINGS.values() if e is not f]
+        for encodings in pairs:
+            name = f"{a.name}.{'+'.join(dict.fromkeys(e.name for e in encodings))}"
+            reason = _reason_against(a, encodings)
             if reason is not None:
                 left_out[name] = reason
                 continue
             # Replacing one NaN by another is harmless in a sum of floats only, where every NaN result is the same one.
-            admitted = tuple(t for t in dtypes if e.bit_exact or t.is_float)
-            found[name] = Protocol(name, a, (e,), (e.name,), admitted)
+            admitted = tuple(t for t in dtypes if t.is_float or all(e.bit_exact for e in encodings))
+            found[name] = Protocol(name, a, encodings, tuple(e.name for e in encodings), admitted)
     return found, left_out
 
 

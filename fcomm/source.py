@@ -80,7 +80,9 @@ def flatten(text: str, root: Path | None = None) -> str:
                 path = (root / origin).parent / found.group(1)
             if not path.is_file():
                 raise SetupError(f"{origin}:{number} includes {found.group(1)}, which is not among the kernel sources")
-            if path.resolve() not in seen:
+            if path.resolve() in seen:
+                out.append("")
+            else:
                 seen.add(path.resolve())
                 name = path.resolve().relative_to(root.resolve()).as_posix()
                 out += [f'#line 1 "{name}"', *expand(path.read_text(), name), f'#line {number + 1} "{origin}"']

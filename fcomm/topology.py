@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import subprocess
 import uuid
 from collections.abc import Sequence
@@ -29,6 +30,7 @@ LINK_CAPABILITIES = {
 }
 """What an encoding may rely on, by kind of link. A probe can veto an encoding, it cannot prove one."""
 
+_MPS_TOOL = "nvidia-cuda-mps-control"
 _MPS_ENABLED = 133  # cudaDevAttrMpsEnabled: contexts on this device are shared by an MPS server
 _P2P_ACCESS, _P2P_NATIVE_ATOMICS = 2, 3  # CU_DEVICE_P2P_ATTRIBUTE_...
 _SMALL_SM = {(7, 0), (7, 2), (7, 5), (8, 0)}  # compute capabilities with 64 instead of 128 cores in an SM
@@ -83,23 +85,27 @@ def mps_enabled(ordinal: int) -> bool:
             return True
     except runtime.CUDARuntimeError:  # a driver that does not know the question
         pass
-    return mps_control().exists() and _mps_serves()
+    return mps_control().exists() and bool(_ask_mps())
 
 
-def _mps_serves() -> bool:
-    """Whether the daemon answers and has a server, which it starts for its first client."""
+@cache
+def mps_is_dead() -> bool:
+    """Whether there is an MPS pipe for this process and nobody at its other end.
+
+    To be asked before CUDA is: with a dead daemon CUDA fails, waits or goes on without MPS, as its version has it.
+    """
+    return mps_control().exists() and shutil.which(_MPS_TOOL) is not None and _ask_mps() is None
+
+
+def _ask_mps() -> str | None:
+    """The daemon's list of servers (it starts one for its first client); None if it does not answer."""
     try:
         done = subprocess.run(
-            ["nvidia-cuda-mps-control"],
-            input="get_server_list\n",
-            capture_output=True,
-            text=True,
-            timeout=5,
-            check=False,
+            [_MPS_TOOL], input="get_server_list\n", capture_output=True, text=True, timeout=10, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
-        return False
-    return done.returncode == 0 and bool(done.stdout.strip())
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def describe_device(ordinal: int) -> Device:

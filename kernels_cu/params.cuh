@@ -9,6 +9,15 @@ typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
+template <class A, class B>
+struct is_same {
+  static constexpr bool value = false;
+};
+template <class A>
+struct is_same<A, A> {
+  static constexpr bool value = true;
+};
+
 // A slot region: `slots` copies (epoch parity, or Lamport's rotation) of one slot per source rank.
 // All ranks use the same offsets, so "where rank r's data lands" is one formula at sender and receiver.
 struct Region {
@@ -50,10 +59,11 @@ struct ErrorRecord {
 
 struct Params {
   u64 slab[FC_N];  // base address of every rank's slab, as seen by this rank
-  u64 in;          // per call: input, output, message bytes, bytes between two ranks' parts of the output
+  u64 in;          // these five are the call's own: input, output, message bytes ...
   u64 out;
   u64 nbytes;
-  u64 out_stride;
+  u64 stride;   // ... and, where every rank has a part of it: bytes from one part's start to the next's,
+  u64 part;     // and the length of the longest part
   u64 control;  // bytes from the start of the slab to this channel's Control
   u64 error;    // address of this channel's ErrorRecord
   u64 timeout_ns;

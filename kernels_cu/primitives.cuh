@@ -160,9 +160,9 @@ FC_DEVICE void group_sync(u32 mask) { __syncwarp(mask); }
 
 }  // namespace fc
 
-#define FC_KERNEL(call)                                                                                          \
-  extern "C" __global__ void __launch_bounds__(FC_MAX_THREADS) fc_kernel(const __grid_constant__ fc::Params p) { \
-    call(p);                                                                                                     \
+#define FC_KERNEL(call)                                                                                             \
+  extern "C" __global__ void __launch_bounds__(FC_MAX_THREADS, 1) fc_kernel(const __grid_constant__ fc::Params p) { \
+    call(p);                                                                                                        \
   }
 
 #endif

@@ -54,9 +54,9 @@ FC_DEVICE Payload reduce_in_rank_order(const Of& of) {
     typename T::Acc acc[kPerWord];
 #pragma unroll
     for (int k = 0; k < kPerWord; k++) {
-      acc[k] = T::get(of(0).w[i], k);
+      acc[k] = T::get(of(0u).w[i], k);
 #pragma unroll
-      for (int r = 1; r < FC_N; r++) acc[k] = T::add(acc[k], T::get(of(r).w[i], k));
+      for (u32 r = 1; r < FC_N; r++) acc[k] = T::add(acc[k], T::get(of(r).w[i], k));
     }
     sum.w[i] = T::put(acc);
   }

@@ -43,6 +43,7 @@ _MPS_TROUBLE = {
     808: "the MPS server has as many clients as it can take",
     809: "the MPS server has as many connections as it can take",
 }
+_MPS_NO_ANSWER = 805
 _CLIENT_TERMINATED = 810
 # Errors after which a context is of no use: a fault of this process or, under MPS, of any process on the GPU.
 _FATAL = {214, 220, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, _CLIENT_TERMINATED, 999}
@@ -58,6 +59,8 @@ def device_count() -> int:
         from cupy.cuda import runtime
     except Exception:  # no CuPy, or one without its libraries: there is no device to use
         return 0
+    if topology.mps_is_dead():
+        raise SetupError(_mps_sentence(_MPS_NO_ANSWER))
     try:
         return int(runtime.getDeviceCount())
     except runtime.CUDARuntimeError as error:

@@ -7,10 +7,11 @@ namespace fc {
 
 template <class Wire>
 struct StoreAll {
-  static FC_DEVICE void consume(const Params& p, Span span, const Cell* got) {
+  static FC_DEVICE void consume(const Params& p, Span span, Payload own, const Cell* got) {
 #pragma unroll
     for (u32 r = 0; r < FC_N; r++) {
-      store_payload<Wire::kWords, Bytes::kElement>(p.out + r * p.out_stride, p.nbytes, span, Wire::payload(got[r]));
+      store_payload<Wire::kWords, Bytes::kElement>(p.out + r * p.stride, p.nbytes, span,
+                                                   r == p.rank ? own : Wire::payload(got[r]));
     }
   }
 };

@@ -7,7 +7,7 @@ namespace fc {
 
 // One call of a one-phase collective, from the first read of the epoch to the last output.
 //
-// A Sink is what becomes of the n ranks' payloads: static void consume(p, span, cells), cells[r] being rank r's.
+// A Sink is what becomes of the n ranks' payloads: static void consume(p, span, own payload, peers' cells).
 //
 // Deadlock freedom: a block pushes all it owns before its first poll, and the grid is resident, so every cell that anyone
 // waits for is pushed without waiting for anything.
@@ -17,7 +17,7 @@ FC_DEVICE void exchange(const Params& p) {
   if (!turn.begin(p)) return;
   const u64 cells = cells_of<Wire>(p.nbytes);
   const Slots<Wire> slots(p, p.region[0], 0, turn);
-  Tiles<Wire> tiles(cells);
+  Tiles tiles(cells, chunk_cells<Wire>(cells));
 
   // My payload of the first cell stays in registers until it is reduced. For a message that the grid covers in one pass,
   // which is what the launch shape aims at, that is all of them.
@@ -28,23 +28,21 @@ FC_DEVICE void exchange(const Params& p) {
       if (tiles.is_first(c)) own = v;
       slots.push(c, v);
     }
-    slots.publish(tiles.index());
+    slots.publish(tiles.index(), all_peers(p));
   }
 
-  turn.advance(p, cells, 0);
+  if (advance_epoch(p, turn.epoch())) turn.record(p, cells, 0);
   turn.rearm(p, p.region[0]);
   scrub(p, turn.epoch(), [&](u64 at) { return receives<Wire>(p.region[0], at, cells, 0); });
 
   for (tiles.restart(); tiles.more(); tiles.next()) {
-    if (!slots.await(tiles.index())) return;
+    if (!slots.await(tiles.index(), all_peers(p))) return;
     for (u64 c = tiles.first(); c < tiles.end(); c += tiles.stride()) {
       // In place this is still input: a cell's output is written by the thread that owns the cell, after this.
       if (!tiles.is_first(c)) own = load_payload<Wire::kWords, T::kElement>(p.in, p.nbytes, Wire::span(c));
       Cell got[FC_N];
-#pragma unroll
-      for (u32 r = 0; r < FC_N; r++) got[r] = Wire::holding(own);  // got[rank] stays; the others are taken
-      if (!slots.take(c, got)) return;
-      Sink::consume(p, Wire::span(c), got);
+      if (!slots.take(c, all_peers(p), got)) return;
+      Sink::consume(p, Wire::span(c), own, got);
     }
   }
 }

@@ -42,15 +42,16 @@ class Turn {
     return now.poison == 0;
   }
 
+  template <class Other>
+  FC_DEVICE void same_as(const Turn<Other>& other) {
+    e_ = other.epoch();
+    copy_ = other.copy();
+  }
   FC_DEVICE u32 epoch() const { return e_; }
   FC_DEVICE u32 copy() const { return copy_; }
 
-  // Moves epoch and, for Lamport, copy on, and records how far this call's slots are written.
-  FC_DEVICE void advance(const Params& p, u64 cells, u64 cells2) const {
-    if (advance_epoch(p, e_)) record(p, cells, cells2);
-  }
-
-  // The second half of advance(), for a call with two turns. To be called by the one thread that advanced the epoch.
+  // Lamport: moves the copy on and records how far this call's slots are written, in their first and second halves. To be
+  // called by the one thread that advanced the epoch.
   FC_DEVICE void record(const Params& p, u64 cells, u64 cells2) const {
     if (!kLamport) return;
     LamportState* s = &control(p)->lamport[Wire::kState];
@@ -81,44 +82,47 @@ class Turn {
   u32 e_, copy_, before_, before_cells_, before_cells2_;
 };
 
-// The cells that a thread handles, in increasing order. Evidence in the cells: one tile, the grid's threads side by side.
-// Evidence by chunk: each chunk is a tile of one block.
-template <class Wire>
+// The cells of a slot that a thread handles, in increasing order: either side by side with all threads of the grid
+// (size 0), or in tiles of `size` cells, each of which belongs to one block.
 class Tiles {
  public:
-  FC_DEVICE explicit Tiles(u64 cells) : cells_(cells), tile_(start()) {
-    size_ = chunk_cells<Wire>(cells);
-    tiles_ = Wire::kChunked ? u32((cells + size_ - 1) / size_) : 1;
+  FC_DEVICE Tiles(u64 cells, u64 size) : cells_(cells), size_(size), tile_(start()) {
+    tiles_ = size == 0 ? 1 : u32((cells + size - 1) / size);
   }
   FC_DEVICE void restart() { tile_ = start(); }
   FC_DEVICE bool more() const { return tile_ < tiles_; }
-  FC_DEVICE void next() { tile_ += Wire::kChunked ? u32(gridDim.x) : 1; }
+  FC_DEVICE void next() { tile_ += size_ == 0 ? 1 : u32(gridDim.x); }
+  FC_DEVICE void go_to(u32 tile) { tile_ = tile; }
   FC_DEVICE u32 index() const { return tile_; }
+  FC_DEVICE u64 base() const { return tile_ * size_; }  // the tile's first cell; 0 where there is but one
   FC_DEVICE u64 first() const {
-    return Wire::kChunked ? tile_ * size_ + threadIdx.x : u64(blockIdx.x) * blockDim.x + threadIdx.x;
+    return size_ == 0 ? u64(blockIdx.x) * blockDim.x + threadIdx.x : tile_ * size_ + threadIdx.x;
   }
-  FC_DEVICE u64 stride() const { return Wire::kChunked ? u64(blockDim.x) : u64(gridDim.x) * blockDim.x; }
+  FC_DEVICE u64 stride() const { return size_ == 0 ? u64(gridDim.x) * blockDim.x : u64(blockDim.x); }
   FC_DEVICE u64 end() const {
-    if (!Wire::kChunked) return cells_;
     const u64 e = (tile_ + 1) * size_;
-    return e < cells_ ? e : cells_;
+    return size_ == 0 || e > cells_ ? cells_ : e;
   }
   // Whether this is the first cell that the thread handles at all.
   FC_DEVICE bool is_first(u64 cell) const { return tile_ == start() && cell == first(); }
 
  private:
-  template <class W>
-  static FC_DEVICE u64 chunk_cells(u64 cells) {
-    if constexpr (W::kChunked) {
-      return W::chunk_cells(cells);
-    } else {
-      return 0;
-    }
-  }
-  FC_DEVICE u32 start() const { return Wire::kChunked ? u32(blockIdx.x) : 0; }
+  FC_DEVICE u32 start() const { return size_ == 0 ? 0 : u32(blockIdx.x); }
   u64 cells_, size_;
   u32 tile_, tiles_;
 };
+
+// Cells of a tile where evidence is by chunk; 0 where it is in the cells.
+template <class Wire>
+FC_DEVICE u64 chunk_cells(u64 cells) {
+  if constexpr (Wire::kChunked) {
+    return Wire::chunk_cells(cells);
+  } else {
+    return 0;
+  }
+}
+
+FC_DEVICE u32 all_peers(const Params& p) { return ((1u << FC_N) - 1) & ~(1u << p.rank); }
 
 // The two ends of one phase's wire: where I push, where I look. `half` is the part of each slot that the phase uses.
 template <class Wire>
@@ -136,26 +140,26 @@ class Slots {
   }
   FC_DEVICE void push_to(u32 peer, u64 cell, Payload v) const { Wire::put(cell_of(peer, p_.rank, cell), v, e_); }
 
-  // Chunked wires: says that this block's chunk is complete at every peer, resp. waits until all peers' are here. Thread r
+  // Chunked wires: says to these peers that this block's chunk is complete, resp. waits until theirs are here. Thread r
   // speaks with rank r.
-  FC_DEVICE void publish(u32 chunk) const {
+  FC_DEVICE void publish(u32 chunk, u32 peers) const {
     if (!Wire::kChunked) return;
     block_barrier();  // all threads' stores before the release
     const u32 r = threadIdx.x;
-    if (r < FC_N && r != p_.rank) st_release_sys(flag_of(r, p_.rank, chunk), e_);
+    if (r < FC_N && (peers >> r & 1u)) st_release_sys(flag_of(r, p_.rank, chunk), e_);
   }
-  FC_DEVICE bool await(u32 chunk) const {
+  FC_DEVICE bool await(u32 chunk, u32 peers) const {
     if (!Wire::kChunked) return true;
     const u32 r = threadIdx.x;
-    if (r < FC_N && r != p_.rank) await_flag(p_, flag_of(p_.rank, r, chunk), e_, r, chunk);
+    if (r < FC_N && (peers >> r & 1u)) await_flag(p_, flag_of(p_.rank, r, chunk), e_, r, chunk);
     block_barrier();  // the acquire before all threads' loads
     return ld_relaxed_gpu(&control(p_)->poison) == 0;
   }
 
-  // Takes one cell of every peer into got[peer] and leaves got[rank] alone. All are looked at together, then only those
-  // that were not there. Returns false if the wait expired.
-  FC_DEVICE bool take(u64 cell, Cell* got) const {
-    u32 missing = ((1u << FC_N) - 1) & ~(1u << p_.rank);
+  // Takes one cell of each of these peers into got[peer] and leaves the others alone. All are looked at together, then
+  // only those that were not there. Returns false if the wait expired. `peers` is alike for lanes that look together.
+  FC_DEVICE bool take(u64 cell, u32 peers, Cell* got) const {
+    u32 missing = peers;
     Wait wait;
     while (true) {
 #pragma unroll
@@ -175,14 +179,16 @@ class Slots {
     if (Wire::kSecondLook) {
 #pragma unroll
       for (u32 r = 0; r < FC_N; r++) {
-        if (r != p_.rank) got[r] = Wire::look(cell_of(p_.rank, r, cell));
+        if (peers >> r & 1u) got[r] = Wire::look(cell_of(p_.rank, r, cell));
       }
     }
     return true;
   }
 
- private:
+  // The j-th rank behind mine.
   FC_DEVICE u32 behind(u32 j) const { return p_.rank + j < FC_N ? p_.rank + j : p_.rank + j - FC_N; }
+
+ private:
   FC_DEVICE u64 slot(u32 owner, u32 source) const { return p_.slab[owner] + at_ + source * slot_stride_; }
   FC_DEVICE Cell* cell_of(u32 owner, u32 source, u64 cell) const {
     return reinterpret_cast<Cell*>(slot(owner, source) + Wire::kHeaderBytes) + cell;

@@ -83,7 +83,7 @@ FC_DEVICE void barrier_one_shot(const Params& p) {
 #pragma unroll
         for (u32 r = 0; r < FC_N; r++) got[r] = ld_relaxed_sys(barrier::staging(p, r, c));
         const Payload sum = reduce_in_rank_order<T, 4>(
-            [&](int r) { return Payload{{got[r].w[0], got[r].w[1], got[r].w[2], got[r].w[3]}}; });
+            [&](u32 r) { return Payload{{got[r].w[0], got[r].w[1], got[r].w[2], got[r].w[3]}}; });
         store_payload<4, T::kElement>(p.out, p.nbytes, barrier::span(c), sum);
       }
     }

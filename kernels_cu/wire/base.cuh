@@ -5,7 +5,7 @@
 //   span(cell)                         which bytes of the message a cell carries
 //   put(slot, payload, e)              writes a cell into a peer's slot, evidence and all
 //   look(slot), ready(cell, e)         reads a cell of my own slot; whether it is the one of this call
-//   payload(cell), holding(payload)    what a cell carries; a cell that carries it (for my own payload, never sent)
+//   payload(cell)                      what it carries
 //   kSecondLook                        the payload is that of a second look, made after the first one was ready
 //   all_agree(yes)                     whether all lanes that look together say yes
 //   kChunked, kHeaderBytes             evidence is a word for each chunk of cells, in front of the slot's payload
@@ -37,7 +37,6 @@ struct PerCell {
   static FC_DEVICE Cell look(const Cell* slot) { return ld_relaxed_sys(slot); }
   static FC_DEVICE bool all_agree(bool yes) { return yes; }
   static FC_DEVICE Payload payload(Cell c) { return Payload{{c.w[0], c.w[1], c.w[2], c.w[3]}}; }
-  static FC_DEVICE Cell holding(Payload v) { return Cell{{v.w[0], v.w[1], v.w[2], v.w[3]}}; }
   static FC_DEVICE bool writes(u64 inside, u64 cells) { return inside < cells * 16; }
 };
 

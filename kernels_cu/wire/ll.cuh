@@ -14,7 +14,6 @@ struct Ll : EpochPerCell {
   static FC_DEVICE void put(Cell* slot, Payload v, u32 e) { st_relaxed_sys(slot, Cell{{v.w[0], e, v.w[1], e}}); }
   static FC_DEVICE bool ready(Cell c, u32 e) { return c.w[1] == e && c.w[3] == e; }
   static FC_DEVICE Payload payload(Cell c) { return Payload{{c.w[0], c.w[2], 0, 0}}; }
-  static FC_DEVICE Cell holding(Payload v) { return Cell{{v.w[0], 0, v.w[1], 0}}; }
 };
 
 }  // namespace wire

@@ -14,6 +14,8 @@ from tests import launch
 pytestmark = pytest.mark.mpi
 
 SWEEP = ["-m", "experiments.sweep"]
+# Two are enough to show the sweep; that the protocols are right is other tests' concern.
+TWO = ["--protocols", "one_shot.ll,barrier.one_shot"]
 
 
 def _only_run(out: Path) -> Path:
@@ -31,7 +33,7 @@ def _sentence(done: subprocess.CompletedProcess[str]) -> str:
 
 def test_a_sweep_from_start_to_figure(tmp_path: Path) -> None:
     arguments = ["--sizes", "1K,3K,16K", "--ranks", "2..3", "--dtypes", "f32,bf16", "--out", str(tmp_path)]
-    done = launch.mpirun(3, [*SWEEP, *arguments, "--calls", "20"], timeout=100)
+    done = launch.mpirun(3, [*SWEEP, *TWO, *arguments, "--calls", "20"], timeout=100)
     assert done.returncode == 0, done.stderr
     path = _only_run(tmp_path)
     run = experiments.load(path)
@@ -64,7 +66,7 @@ def test_one_rank_copies(tmp_path: Path) -> None:
 
 def test_a_killed_sweep_is_readable_and_resumes_to_a_complete_run(tmp_path: Path) -> None:
     arguments = ["--sizes", "1K..32K", "--ranks", "2,3", "--out", str(tmp_path), "--calls", "80"]
-    process = launch.mpirun_popen(3, [*SWEEP, *arguments])
+    process = launch.mpirun_popen(3, [*SWEEP, *TWO, *arguments])
     try:
         end = time.monotonic() + 60
         while time.monotonic() < end and process.poll() is None:
@@ -160,7 +162,7 @@ def test_a_disk_that_fills_up_in_the_middle_ends_every_rank(tmp_path: Path) -> N
     script = tmp_path / "script.py"
     script.write_text(FULL_DISK)
     arguments = ["--sizes", "1K,2K", "--ranks", "2", "--out", str(tmp_path / "r")]
-    done = launch.mpirun(3, [str(script), *arguments], timeout=60)
+    done = launch.mpirun(3, [str(script), *TWO, *arguments], timeout=60)
     assert done.returncode == 1, done.stderr
     assert "samples.arrows (File too large)" in _sentence(done)
     run = experiments.load(_only_run(tmp_path / "r"))
@@ -171,7 +173,9 @@ def test_a_disk_that_fills_up_in_the_middle_ends_every_rank(tmp_path: Path) -> N
 def test_a_wrong_variant_is_never_timed(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(WRONG_RESULT)
-    done = launch.mpirun(2, [str(script), "--sizes", "1K", "--calls", "20", "--out", str(tmp_path / "r")], timeout=60)
+    done = launch.mpirun(
+        2, [str(script), *TWO, "--sizes", "1K", "--calls", "20", "--out", str(tmp_path / "r")], timeout=60
+    )
     assert done.returncode == 1, done.stderr
     assert "WRONG RESULTS" in done.stdout
     run = experiments.load(_only_run(tmp_path / "r"))

@@ -190,7 +190,7 @@ def test_a_build_that_is_killed_leaves_nothing_to_load(
 def assert_builds_with_the_real_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FCOMM_CXX")
     forget()
-    assert ctypes.CDLL(str(cpu.build(SPEC))).fc_launch
+    assert hasattr(ctypes.CDLL(str(cpu.build(SPEC))), "fc_launch")
 
 
 def test_every_library_is_built_without_contraction_or_fast_math() -> None:

@@ -126,11 +126,15 @@ def hard_floats(kind: Any) -> NDArray[np.float32]:
     values = np.sort(values[np.isfinite(values)])
     with np.errstate(over="ignore"):
         middles = ((values[:-1].astype(np.float64) + values[1:]) / 2).astype(np.float32)
-        beyond = np.array([values[-1] * 1.0001, values[-1] * 1.01, values[-1] * 2, np.inf, 65519.996, 65520, 65536], np.float32)
+        beyond = np.array(
+            [values[-1] * 1.0001, values[-1] * 1.01, values[-1] * 2, np.inf, 65519.996, 65520, 65536], np.float32
+        )
         near = np.concatenate([values, middles, beyond, -beyond])
         around = [near, np.nextafter(near, np.float32(np.inf)), np.nextafter(near, np.float32(-np.inf))]
     random = np.random.default_rng(1).integers(0, 1 << 32, 1 << 20, dtype=np.uint64).astype(np.uint32).view(np.float32)
-    subnormal = np.random.default_rng(2).integers(0, 1 << 24, 1 << 14, dtype=np.uint64).astype(np.uint32).view(np.float32)
+    subnormal = (
+        np.random.default_rng(2).integers(0, 1 << 24, 1 << 14, dtype=np.uint64).astype(np.uint32).view(np.float32)
+    )
     return np.concatenate([*around, random, subnormal, -subnormal])
 
 

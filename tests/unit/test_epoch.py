@@ -4,52 +4,43 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
-from fcomm.layout import CONTROL_BYTES, CONTROL_DTYPE, EPOCHS, FIRST_EPOCH, SCRUB_CELLS, SlabLayout
-from fcomm.protocols import CELL_BYTES, protocol
+from fcomm.backends import cpu
+from fcomm.dtypes import FLOAT32
+from fcomm.layout import CONTROL_BYTES, CONTROL_DTYPE, EPOCHS, ERROR_DTYPE, FIRST_EPOCH, SCRUB_CELLS, SlabLayout
+from fcomm.protocols import CELL_BYTES, protocol, protocols
+from fcomm.source import Specialisation
 from tests.unit.native import compile_library
 
 SHIM = """
 #include "epoch.cuh"
 using namespace fc;
 static const Params* params;
-static u32 epoch, first_region, last_region, winners;
-static Extent used;
+static u32 epoch, winners;
 
 static void run_advance(const void*) {
   const u32 e = ld_epoch(control(*params)).epoch;
   if (e == epoch && advance_epoch(*params, e)) winners++;
 }
-static void run_scrub(const void*) { scrub(*params, epoch, first_region, last_region, used); }
 
 extern "C" {
 unsigned next_epoch(unsigned e) { return epoch_after(e); }
-// Threads of the grid to which advance_epoch said true; 99 if some thread read another epoch than e.
+// Number of threads of the grid to which advance_epoch said true; none if they read another epoch than e.
 unsigned advance(const Params* p, unsigned e, unsigned blocks, unsigned threads) {
   params = p;
   epoch = e;
   winners = 0;
   fc_cpu::run_grid(blocks, threads, run_advance, nullptr);
   return winners;
-}
-void scrub_calls(const Params* p, unsigned from, unsigned count, int first, int last, u64 used0, u64 used1,
-                 unsigned blocks, unsigned threads) {
-  params = p;
-  first_region = first;
-  last_region = last;
-  used = Extent{{used0, used1}};
-  for (unsigned k = 0; k < count; k++) {
-    epoch = from + k;
-    fc_cpu::run_grid(blocks, threads, run_scrub, nullptr);
-  }
 }
 }
 """
@@ -58,31 +49,74 @@ void scrub_calls(const Params* p, unsigned from, unsigned count, int first, int 
 @pytest.fixture(scope="module")
 def shim(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     library = compile_library(SHIM, tmp_path_factory.mktemp("epoch"), 2)
-    u64, pointer, u32 = ctypes.c_uint64, ctypes.c_void_p, ctypes.c_uint
-    library.next_epoch.restype = library.advance.restype = u32
-    library.advance.argtypes = (pointer, u32, u32, u32)
-    library.scrub_calls.argtypes = (pointer, u32, u32, ctypes.c_int, ctypes.c_int, u64, u64, u32, u32)
-    library.scrub_calls.restype = None
+    library.next_epoch.restype = library.advance.restype = ctypes.c_uint
+    library.advance.argtypes = (ctypes.c_void_p, *[ctypes.c_uint] * 3)
     return library
 
 
-class Slab:
-    """One rank's slab of a world of two in ordinary memory, with the argument of a kernel that uses it."""
+@cache
+def kernel(name: str) -> cpu.CpuKernel:
+    return cpu.CpuKernel(cpu.build(Specialisation(protocol(name), FLOAT32, 2)))
 
-    def __init__(self, max_bytes: int, name: str = "one_shot.ll") -> None:
-        self.layout = SlabLayout(2, max_bytes)
-        memory = np.zeros(self.layout.slab_bytes + 128, np.uint8)
-        start = -memory.ctypes.data % 128
-        self.bytes = memory[start : start + self.layout.slab_bytes]
-        self.control = self.bytes[:CONTROL_BYTES].view(CONTROL_DTYPE)
-        self.control[:] = self.layout.initial_control()
-        address = self.bytes.ctypes.data
-        self.params = self.layout.params(protocol(name), 0, [address, address], 0, 0, 1.0)
 
-    def copies(self) -> list[np.ndarray[Any, np.dtype[np.uint8]]]:
-        """The scrubbed part of copy 0 and of copy 1, one row a cell."""
-        start, size = int(self.params["scrub_offset"][0]), self.layout.scrub_bytes
-        return [self.bytes[start + k * size : start + (k + 1) * size].reshape(-1, CELL_BYTES) for k in (0, 1)]
+class World:
+    """Two ranks in this process, each an OS thread during a call, their slabs in ordinary memory."""
+
+    def __init__(self, name: str, max_bytes: int) -> None:
+        self.name, self.layout = name, SlabLayout(2, max_bytes)
+        self.slabs: list[NDArray[np.uint8]] = []
+        for _ in range(2):
+            memory = np.zeros(self.layout.slab_bytes + 128, np.uint8)
+            start = -memory.ctypes.data % 128
+            self.slabs.append(memory[start : start + self.layout.slab_bytes])
+        self.errors = [np.zeros(1, ERROR_DTYPE) for _ in range(2)]
+        addresses = [int(s.ctypes.data) for s in self.slabs]
+        self.params = [
+            self.layout.params(protocol(name), r, addresses, int(self.errors[r].ctypes.data), 0, 10.0) for r in range(2)
+        ]
+        self.control = [s[:CONTROL_BYTES].view(CONTROL_DTYPE) for s in self.slabs]
+        for words in self.control:
+            words[:] = self.layout.initial_control()
+        for region in self.layout.regions().values():
+            for slab in self.slabs:
+                slab[region.offset : region.offset + region.copies * region.copy_stride] = region.cleared_to
+        self.scrub_offset = min(r.offset for r in self.layout.regions().values())
+
+    def set_epoch(self, e: int) -> None:
+        for words in self.control:
+            words["epoch"] = e
+
+    def call(self, pool: ThreadPoolExecutor, count: int, grid: tuple[int, int]) -> None:
+        """One all-reduce of `count` float32; raises where the sum is wrong."""
+        xs = [np.arange(count, dtype=np.float32) + r for r in range(2)]
+        ys = [np.zeros_like(x) for x in xs]
+        for p, x, y in zip(self.params, xs, ys, strict=True):
+            p["in"], p["out"], p["nbytes"] = x.ctypes.data, y.ctypes.data, x.nbytes
+        assert list(pool.map(lambda p: kernel(self.name).run(p.ctypes.data, *grid), self.params)) == [0, 0]
+        for y, error in zip(ys, self.errors, strict=True):
+            assert not error["valid"][0]
+            assert (y == xs[0] + xs[1]).all()
+
+    def copies(self, rank: int) -> list[NDArray[np.uint32]]:
+        """The words of the scrubbed part of copy 0 and of copy 1."""
+        start, size = self.scrub_offset, self.layout.scrub_bytes
+        return [self.slabs[rank][start + k * size : start + (k + 1) * size].view(np.uint32) for k in (0, 1)]
+
+    def plant(self) -> None:
+        """Fills all that is scrubbed with something old."""
+        for rank in (0, 1):
+            for copy in self.copies(rank):
+                copy[:] = OLD
+
+
+OLD = 0xA5A5A5A5
+GRIDS = [(1, 32), (3, 32), (1, 96)]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(2) as made:
+        yield made
 
 
 # ---- epochs ---------------------------------------------------------------------------------------------------------
@@ -108,58 +142,71 @@ def test_the_wrap_goes_from_all_ones_to_2(shim: ctypes.CDLL) -> None:
 
 @pytest.mark.parametrize(("blocks", "threads"), [(1, 1), (1, 32), (7, 1), (2, 96), (36, 32)])
 def test_a_grid_of_any_size_advances_the_epoch_once(shim: ctypes.CDLL, blocks: int, threads: int) -> None:
-    slab = Slab(1024)
+    world = World("one_shot.ll", 1024)
     for e in (FIRST_EPOCH, 1000, EPOCHS - 2, EPOCHS - 1):
-        slab.control["epoch"] = e
-        assert shim.advance(slab.params.ctypes.data, e, blocks, threads) == 1, "one thread is told so"
-        assert int(slab.control["epoch"][0]) == next_epoch(e)
-        assert int(slab.control["ticket"][0]) == 0, "the ticket re-arms itself"
+        world.set_epoch(e)
+        assert shim.advance(world.params[0].ctypes.data, e, blocks, threads) == 1, "one thread is told so"
+        assert int(world.control[0]["epoch"][0]) == next_epoch(e)
+        assert int(world.control[0]["ticket"][0]) == 0, "the ticket re-arms itself"
 
 
 # ---- scrubbing: the kernels' code -----------------------------------------------------------------------------------
 
+ONE_SHOTS = [p.name for p in protocols().values() if p.algorithm.name == "one_shot"]
 
-@settings(max_examples=15, deadline=None)
-@given(st.integers(1, 6000), st.sampled_from([(1, 32), (3, 32), (1, 96)]), st.booleans())
-def test_half_a_window_clears_every_cell_but_those_in_use(
-    shim: ctypes.CDLL, max_bytes: int, grid: tuple[int, int], two_phases: bool
+
+def received(world: World, nbytes: int) -> NDArray[np.bool_]:
+    """Which words of the scrubbed part of a copy a call of that size uses."""
+    (encoding,) = protocol(world.name).encodings
+    words = np.zeros(world.layout.scrub_bytes // 4, bool)
+    if encoding.copies == 2:
+        region = world.layout.regions()[encoding.name]
+        for source in (0, 1):
+            at = region.offset - world.scrub_offset + source * region.slot_stride
+            words[at // 4 : at // 4 + encoding.chunks(nbytes)] = True
+            start = at + encoding.header_bytes
+            words[start // 4 : (start + encoding.cells(nbytes) * CELL_BYTES) // 4] = True
+    return words
+
+
+@pytest.mark.parametrize("name", ONE_SHOTS)
+@pytest.mark.parametrize(("count", "grid"), [(1, (1, 32)), (150, (3, 32)), (64, (1, 96))])
+def test_half_a_window_clears_every_word_but_those_in_use(
+    pool: ThreadPoolExecutor, name: str, count: int, grid: tuple[int, int]
 ) -> None:
     """Each copy, in one round over it, and again in the second."""
-    slab = Slab(max_bytes)
-    region = slab.layout.regions()["ll"]
-    used = (48, 32 if two_phases else 0)
-    start = slab.layout.scrub_from()
+    world = World(name, 600)
+    start = world.layout.scrub_from()
     half = (EPOCHS - start) // 4 * 2  # an even number of calls: as many with even as with odd epochs
-    busy = np.zeros(slab.layout.scrub_bytes // CELL_BYTES, bool)
-    for source in (0, 1):
-        at = source * region.slot_stride
-        busy[at // 16 : (at + used[0]) // 16] = True
-        busy[(at + region.half_stride) // 16 : (at + region.half_stride + used[1]) // 16] = True
+    idle = ~received(world, 4 * count)
     for first in (start, start + half):
-        slab.bytes[CONTROL_BYTES:] = 0xA5
-        shim.scrub_calls(slab.params.ctypes.data, first, half, 0, 0, *used, *grid)
-        for copy in slab.copies():
-            cleared = (copy == 0).all(axis=1)
-            kept = (copy == 0xA5).all(axis=1)
-            assert (cleared | kept).all()
-            assert (kept == busy).all()
-        outside = slab.bytes[CONTROL_BYTES:].size - sum(c.size for c in slab.copies())
-        assert (slab.bytes[CONTROL_BYTES:] == 0xA5).sum() == outside + 2 * 16 * busy.sum(), "nothing else is touched"
+        world.set_epoch(first)
+        world.plant()
+        for _ in range(half):
+            world.call(pool, count, grid)
+        for rank in (0, 1):
+            for copy in world.copies(rank):
+                assert (copy[idle] == 0).all()
 
 
-def test_a_call_scrubs_only_the_copy_of_its_own_parity_and_only_in_the_window(shim: ctypes.CDLL) -> None:
-    slab = Slab(6000)
-    start = slab.layout.scrub_from()
-    for e, copy in ((start, 0), (start + 1, 1), (EPOCHS - 2, 0), (EPOCHS - 1, 1)):
-        slab.bytes[CONTROL_BYTES:] = 0xA5
-        shim.scrub_calls(slab.params.ctypes.data, e, 1, 0, 0, 0, 0, 2, 32)
-        cleared = [int((c == 0).all(axis=1).sum()) for c in slab.copies()]
-        assert 0 < cleared[copy] <= SCRUB_CELLS
-        assert cleared[1 - copy] == 0
-    slab.bytes[CONTROL_BYTES:] = 0xA5
+def test_a_call_scrubs_only_the_copy_of_its_own_parity_and_only_in_the_window(pool: ThreadPoolExecutor) -> None:
+    world = World("one_shot.ll", 6000)
+    start = world.layout.scrub_from()
+    for e in (start, start + 1, EPOCHS - 2, EPOCHS - 1):
+        world.set_epoch(e)
+        world.plant()
+        world.call(pool, 1, (2, 32))
+        for rank in (0, 1):
+            cleared = [int((c == 0).sum()) for c in world.copies(rank)]
+            assert 0 < cleared[e % 2] <= 4 * SCRUB_CELLS + 4, "the received cell may hold zeros too"
+            assert cleared[1 - e % 2] == 0
     for e in (FIRST_EPOCH, start // 2, start - 1):
-        shim.scrub_calls(slab.params.ctypes.data, e, 1, 0, 0, 0, 0, 2, 32)
-    assert (slab.bytes[CONTROL_BYTES:] == 0xA5).all()
+        world.set_epoch(e)
+        world.plant()
+        world.call(pool, 1, (2, 32))
+        for rank in (0, 1):
+            for copy, received_cells in zip(world.copies(rank), (1 - e % 2, e % 2), strict=True):
+                assert (copy != OLD).sum() == 4 * received_cells, "the peer's cell and nothing else"
 
 
 # ---- scrubbing: why it suffices -------------------------------------------------------------------------------------
@@ -206,4 +253,49 @@ def test_one_round_would_not_suffice(rounds: int, hits: int) -> None:
     slack, windows, cells = 8, 5, 4
     span = 2 * rounds * windows + 4
     large = 2 * slack + (2 * 3 if rounds else 0)  # the fourth round's, which clears window 3 of 0..4
-    assert stale_hits(windows, cells, slack, lambda k: 20 if k % (2 * slack + span) == large else 1, rounds=rounds) == hits
+    assert (
+        stale_hits(windows, cells, slack, lambda k: 20 if k % (2 * slack + span) == large else 1, rounds=rounds) == hits
+    )
+
+
+# ---- Lamport's rotation ---------------------------------------------------------------------------------------------
+
+SENTINEL = 0xFFFFFFFF
+
+
+@pytest.mark.parametrize("name", ["lamport", "lamport16"])
+@pytest.mark.parametrize("seed", range(3))
+def test_each_call_sets_back_what_the_call_before_received_however_large_that_was(
+    pool: ThreadPoolExecutor, name: str, seed: int
+) -> None:
+    world = World(f"one_shot.{name}", 8192)
+    (encoding,), region = protocol(world.name).encodings, world.layout.regions()[name]
+    counts = np.random.default_rng(seed).choice([1, 4, 5, 300, 2000], 9)
+    counts[3:6] = (2000, 1, 2000)  # a small call between large ones
+    evidence = slice(None) if name == "lamport" else slice(3, 4)
+    for k, count in enumerate(int(c) for c in counts):
+        world.call(pool, count, GRIDS[k % 3])
+        cells = encoding.cells(4 * count)
+        for rank in (0, 1):
+            memory = world.slabs[rank][region.offset :][: 3 * region.copy_stride].view(np.uint32)
+            slots = memory.reshape(3, 2, region.slot_stride // CELL_BYTES, 4)[:, 1 - rank, :, evidence]
+            assert (slots[(k - 1) % 3] == SENTINEL).all(), "what the call before received is set back"
+            assert (slots[(k + 1) % 3] == SENTINEL).all(), "what the next call receives is ready for it"
+            arrived = (slots[k % 3] != SENTINEL).any(axis=1)
+            assert arrived[:cells].all()
+            assert not arrived[cells:].any()
+            assert int(world.control[rank]["epoch"][0]) == FIRST_EPOCH + k + 1
+
+
+def test_encodings_take_turns_of_their_own(pool: ThreadPoolExecutor) -> None:
+    """A call of one Lamport encoding must not move the other's copy on, nor one of another encoding either's."""
+    world = World("one_shot.lamport", 4096)
+    addresses = [int(s.ctypes.data) for s in world.slabs]
+    for k in range(12):
+        world.name = ("one_shot.lamport", "one_shot.ll", "one_shot.lamport16", "one_shot.lamport")[k % 4]
+        for rank in (0, 1):
+            error = int(world.errors[rank].ctypes.data)
+            world.params[rank] = world.layout.params(protocol(world.name), rank, addresses, error, 0, 10.0)
+        world.call(pool, 7 * k + 1, (2, 32))
+    for rank in (0, 1):
+        assert world.control[rank]["lamport"]["copy"].tolist() == [[6 % 3, 3 % 3]]

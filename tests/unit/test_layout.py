@@ -25,7 +25,10 @@ layouts = st.builds(SlabLayout, st.integers(2, 16), st.integers(1, 4 << 20), st.
 
 def extents(made: SlabLayout) -> list[tuple[int, int, str]]:
     """(start, end, name) of everything in the slab."""
-    found = [(made.control_offset(c), made.control_offset(c) + layout.CONTROL_BYTES, f"control {c}") for c in range(made.channels)]
+    found = [
+        (made.control_offset(c), made.control_offset(c) + layout.CONTROL_BYTES, f"control {c}")
+        for c in range(made.channels)
+    ]
     for channel in range(made.channels):
         for region in made.regions(channel).values():
             sources = 1 if region.copies == 1 else made.world_size
@@ -87,7 +90,7 @@ def test_a_kernel_is_told_where_everything_is_and_nothing_about_the_message(
     channel, slabs = channels - 1, [(r + 1) << 30 for r in range(n)]
     p = made.params(chosen, n - 1, slabs, 4096, channel, 1.5)[0]
     assert list(p["slab"]) == slabs
-    assert [int(p[k]) for k in ("in", "out", "nbytes", "out_stride")] == [0] * 4, "these are the call's own"
+    assert [int(p[k]) for k in ("in", "out", "nbytes", "stride", "part")] == [0] * 5, "these are the call's own"
     for k, region in enumerate(made.regions(channel)[r] for r in (chosen.regions * 2)[:2]):
         want = (region.offset, region.copy_stride, region.slot_stride, region.half_stride)
         assert tuple(int(v) for v in p["region"][k]) == want
@@ -101,7 +104,9 @@ def test_a_kernel_is_told_where_everything_is_and_nothing_about_the_message(
 
 
 @given(layouts, st.integers(1, 4096))
-def test_the_scrubbing_window_goes_twice_around_both_copies_before_the_epoch_wraps(made: SlabLayout, cells: int) -> None:
+def test_the_scrubbing_window_goes_twice_around_both_copies_before_the_epoch_wraps(
+    made: SlabLayout, cells: int
+) -> None:
     start = made.scrub_from(cells)
     windows = -(-made.scrub_bytes // CELL_BYTES // cells)
     assert layout.FIRST_EPOCH < start < layout.EPOCHS
@@ -117,7 +122,9 @@ def test_the_default_window_leaves_nearly_the_whole_period() -> None:
     assert SlabLayout(8, 1 << 20).scrub_from() > 0.999 * layout.EPOCHS
 
 
-@pytest.mark.parametrize(("max_bytes", "channels", "words"), [(0, 1, "max_bytes"), (-1, 1, "max_bytes"), (1, 0, "channels")])
+@pytest.mark.parametrize(
+    ("max_bytes", "channels", "words"), [(0, 1, "max_bytes"), (-1, 1, "max_bytes"), (1, 0, "channels")]
+)
 def test_nonsense_sizes_are_refused_in_one_sentence(max_bytes: int, channels: int, words: str) -> None:
     with pytest.raises(ArgumentError, match=words) as caught:
         SlabLayout(2, max_bytes, channels)
@@ -197,12 +204,23 @@ def test_constants_are_those_of_the_kernels(tmp_path: Path) -> None:
 
 def test_an_error_record_becomes_one_sentence() -> None:
     record = np.zeros(1, layout.ERROR_DTYPE)[0]
-    values = {"rank": 1, "peer": 3, "block": 4, "blocks": 6, "blocks_started": 5, "epoch": 77, "nbytes": 1 << 33, "cell": 9}
+    values = {
+        "rank": 1,
+        "peer": 3,
+        "block": 4,
+        "blocks": 6,
+        "blocks_started": 5,
+        "epoch": 77,
+        "nbytes": 1 << 33,
+        "cell": 9,
+    }
     for name, value in values.items():
         record[name] = value
     record["seen"] = (0xDEAD, 0xBEEF, 0, 1)
     text = layout.error_message(record, ["one_shot.ll"], 8)
-    assert text.startswith("rank 1 gave up waiting for rank 3 of 8 in call 77 (one_shot.ll, 8589934592 bytes, channel 0)")
+    assert text.startswith(
+        "rank 1 gave up waiting for rank 3 of 8 in call 77 (one_shot.ll, 8589934592 bytes, channel 0)"
+    )
     assert "block 4 of 6 (5 started)" in text
     assert "cell 9" in text
     assert text.endswith("0000dead 0000beef 00000000 00000001")

@@ -1,0 +1,262 @@
+"""The host's side of the cuda backend, as far as it can be looked at without a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from fcomm import interop, topology
+from fcomm.backends import cuda
+from fcomm.errors import ArgumentError, DeviceError, FcommError, SetupError
+
+cupy = pytest.importorskip("cupy")
+
+
+def array(shape: tuple[int, ...], dtype: Any, address: int = 0x10000, device: int = 0) -> Any:
+    """A CuPy array over an address that nobody reads."""
+    memory = cupy.cuda.UnownedMemory(address, 1 << 16, None, device)
+    return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0))
+
+
+# ---- arrays ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16, np.int32, np.uint8])
+def test_cupy_arrays(dtype: Any) -> None:
+    x = array((3, 4), dtype)
+    view = interop.view_cupy(x, 0)
+    assert (view.address, view.count, view.shape, view.contiguous) == (0x10000, 12, (3, 4), True)
+    assert (view.dtype, view.nbytes, view.owner) == (np.dtype(dtype).name, x.nbytes, x)
+    assert interop.view_cupy(x.reshape(-1)[1:], 0).address == 0x10000 + np.dtype(dtype).itemsize
+    assert not interop.view_cupy(x.T, 0).contiguous
+    assert not interop.view_cupy(x[:, ::2], 0).contiguous
+    with pytest.raises(ArgumentError, match="on device 0, but this rank's communicator uses device 1"):
+        interop.view_cupy(x, 1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int32", "uint8", "bool", "complex64"])
+def test_dlpack_capsules_are_read_and_not_consumed(dtype: str) -> None:
+    x = np.zeros((3, 4, 5), dtype)
+    for host, dense in (
+        (x, True),
+        (x[1:], True),
+        (x[:, 1:], False),
+        (x.T, False),
+        (x[:, :0], True),
+        (x[:1, :1, :1], True),
+    ):
+        for _ in range(2):
+            view = interop.view_dlpack(host, host.__dlpack__())
+            assert (view.dtype, view.shape, view.nbytes, view.contiguous) == (dtype, host.shape, host.nbytes, dense)
+            assert view.address == host.ctypes.data or not host.size
+
+
+class Foreign:
+    """Another library's array, on a device."""
+
+    def __init__(self, host: Any, device: tuple[int, int]) -> None:
+        self._host, self._device = host, device
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self._device
+
+    def __dlpack__(self, stream: int | None = None) -> Any:
+        assert stream == -1
+        return self._host.__dlpack__()
+
+
+def test_foreign_arrays_and_where_they_are() -> None:
+    host = np.ones(7, np.float32)
+    assert interop.view_foreign(Foreign(host, (2, 1)), 1).address == host.ctypes.data
+    for x, words in (
+        (Foreign(host, (2, 0)), "on device 0, but"),
+        (Foreign(host, (1, 0)), "host memory"),
+        (Foreign(host, (10, 0)), "not in CUDA memory"),
+        (host, "host memory"),
+        ([1.0], "a list is no GPU array"),
+    ):
+        with pytest.raises(ArgumentError, match=words):
+            interop.view_foreign(x, 1)
+
+
+def test_array_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cupy.cuda.runtime, "pointerGetAttributes", lambda _: SimpleNamespace(device=0))
+    facts = {"typestr": "<f4", "shape": (2, 3), "data": (4096, False), "version": 2}
+    x = SimpleNamespace(__cuda_array_interface__={**facts, "strides": None})
+    view = interop.view_foreign(x, 0)
+    assert (view.address, view.nbytes, view.dtype, view.contiguous) == (4096, 24, "float32", True)
+    x = SimpleNamespace(__cuda_array_interface__={**facts, "strides": (4, 8)})
+    assert not interop.view_foreign(x, 0).contiguous
+    with pytest.raises(ArgumentError, match="on device 0"):
+        interop.view_foreign(x, 3)
+
+
+# ---- who shares a GPU -----------------------------------------------------------------------------------------------
+
+
+def device(uuid: str = "a", sms: int = 132, total: int = 132, mps: bool = True) -> topology.Device:
+    return topology.Device(0, uuid, "GPU", (9, 0), sms, total, mps)
+
+
+def test_share_of_the_sms() -> None:
+    assert topology.sm_share([device()], 0) == 132
+    assert topology.sm_share([device()] * 8, 3) == 16
+    assert topology.sm_share([device(sms=14)] * 8, 3) == 14  # limited by MPS, and divided by that already
+    assert topology.sm_share([device(sms=66)] * 8, 3) == 16  # a limit is no reservation
+    assert topology.sm_share([device("a")] * 2 + [device("b")] * 6, 0) == 66
+    assert topology.sm_share([device("a")] * 2 + [device("b")] * 6, 7) == 22
+    assert topology.sm_share([device(sms=4, total=4)] * 8, 0) == 1
+
+
+def test_size_of_the_whole_gpu_behind_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(topology, "_nvml_cores", lambda _: 132 * 128)
+    assert topology._total_sms("GPU-x", (9, 0), 14) == 132
+    monkeypatch.setattr(topology, "_nvml_cores", lambda _: 0)
+    monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "12")
+    assert 14 <= topology._total_sms("GPU-x", (9, 0), 14) <= 132
+    monkeypatch.delenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
+    assert topology._total_sms("GPU-x", (9, 0), 132) == 132
+
+
+# ---- launching ------------------------------------------------------------------------------------------------------
+
+
+class Runtime:
+    """The runtime's streams: which of them work, and which are being captured."""
+
+    CUDARuntimeError = cupy.cuda.runtime.CUDARuntimeError
+
+    def __init__(self) -> None:
+        self.busy: set[int] = set()
+        self.capturing: set[int] = set()
+
+    def streamIsCapturing(self, stream: int) -> bool:
+        return stream in self.capturing
+
+    def streamQuery(self, stream: int) -> None:
+        assert not self.capturing, "a query during capture is illegal, and ends the capture"
+        if stream in self.busy:
+            error = self.CUDARuntimeError.__new__(self.CUDARuntimeError)
+            error.status = 600
+            raise error
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> Any:
+    made = cuda.CudaBackend.__new__(cuda.CudaBackend)
+    made._runtime, made._last, made._shared, made.sms = Runtime(), [None, None], False, 16
+    monkeypatch.setattr(cupy.cuda.runtime, "streamIsCapturing", made._runtime.streamIsCapturing)
+    return made
+
+
+def test_a_second_stream_must_wait_for_the_first(backend: Any) -> None:
+    backend._change_stream(0, 7)
+    backend._runtime.busy = {7}
+    with pytest.raises(ArgumentError, match="channel 0 still has work on another stream"):
+        backend._change_stream(0, 8)
+    backend._change_stream(1, 8)
+    backend._runtime.busy = set()
+    backend._change_stream(0, 8)
+    assert backend._last == [8, 8]
+
+
+def test_streams_under_capture_are_never_queried(backend: Any) -> None:
+    backend._change_stream(0, 7)
+    backend._runtime.busy, backend._runtime.capturing = {7}, {8}
+    backend._change_stream(0, 8)  # what stream 7 does now does not matter to a graph that runs later
+    backend._runtime.capturing = {8, 9}
+    with pytest.raises(ArgumentError, match="two streams that are being captured use channel 0"):
+        backend._change_stream(0, 9)
+    backend._change_stream(0, 7)  # an eager call while another stream is being captured
+
+
+def test_default_shape(backend: Any) -> None:
+    for cells in (1, 256, 257, 5000, 16 * 2 * 256, 16 * 2 * 256 + 1, 10**6):
+        shape = backend.default_shape(cells)
+        assert shape.threads % 32 == 0
+        assert (shape.blocks - 1) * shape.threads < cells <= shape.blocks * shape.threads
+    assert backend.default_shape(16 * 2 * 256).threads == 256
+    assert backend.default_shape(16 * 2 * 256 + 1).threads == 512
+
+
+def test_streams_are_handles_that_keep_their_owner(backend: Any) -> None:
+    owner = SimpleNamespace(ptr=99)
+    handle = backend.stream(None, owner)
+    assert handle == 99
+    assert handle.owner is owner
+    assert backend.stream(None, 5) == 5
+    assert backend.stream(None, SimpleNamespace(cuda_stream=6)) == 6
+    assert backend.stream(None, SimpleNamespace(__cuda_stream__=lambda: (0, 8))) == 8
+    with pytest.raises(ArgumentError, match="no CUDA stream"):
+        backend.stream(None, "main")
+
+
+# ---- errors ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("status", "shared", "kind", "words"),
+    [
+        (46, True, SetupError, "takes no new process"),
+        (805, False, SetupError, "does not answer"),
+        (810, False, DeviceError, "a rank sharing this GPU died"),
+        (719, True, DeviceError, "a rank sharing this GPU died"),
+        (719, False, DeviceError, "a kernel failed"),
+        (900, False, ArgumentError, "being captured"),
+        (1, False, DeviceError, "CUDA refused"),
+    ],
+)
+def test_errors_of_cuda_are_one_sentence(status: int, shared: bool, kind: type[FcommError], words: str) -> None:
+    error = RuntimeError("cudaErrorSomething: something")
+    error.status = status  # type: ignore[attr-defined]
+    found = cuda.translated(error, shared)
+    assert type(found) is kind
+    assert words in str(found)
+    assert "\n" not in str(found)
+
+
+def test_no_device_here_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    status = [0]
+
+    def count() -> int:
+        error = cupy.cuda.runtime.CUDARuntimeError.__new__(cupy.cuda.runtime.CUDARuntimeError)
+        error.status = status[0]
+        raise error
+
+    monkeypatch.setattr(cupy.cuda.runtime, "getDeviceCount", count)
+    for status[0] in (35, 100):
+        assert cuda.device_count() == 0
+    status[0] = 805
+    with pytest.raises(SetupError, match="MPS daemon does not answer"):
+        cuda.device_count()
+
+
+def test_a_dead_mps_daemon_is_found_without_asking_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """CUDA would fail, wait or go on without MPS, as its version has it."""
+    tool = tmp_path / "bin" / "nvidia-cuda-mps-control"
+    tool.parent.mkdir()
+    (tmp_path / "control").touch()
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tool.parent))
+    for code in (1, 0):
+        tool.write_text(f"#!/bin/sh\nexit {code}\n")
+        tool.chmod(0o755)
+        topology.mps_is_dead.cache_clear()
+        assert topology.mps_is_dead() is (code == 1)
+    topology.mps_is_dead.cache_clear()
+    tool.unlink()
+    assert not topology.mps_is_dead()  # nobody to ask
+    tool.write_text("#!/bin/sh\nexit 1\n")
+    tool.chmod(0o755)
+    topology.mps_is_dead.cache_clear()
+    with pytest.raises(SetupError, match="MPS daemon does not answer"):
+        cuda.device_count()
+    topology.mps_is_dead.cache_clear()
+    (tmp_path / "control").unlink()
+    assert not topology.mps_is_dead()
+    topology.mps_is_dead.cache_clear()
