@@ -17,6 +17,8 @@ from fcomm.protocols import Protocol
 
 MAX_THREADS = 512
 """Threads per block that kernels are compiled for; leaves each thread 128 registers."""
+OPTIONS = ("-std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
+"""What NVRTC is told: IEEE arithmetic, no flush to zero, no contraction."""
 
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"\s*$')
 

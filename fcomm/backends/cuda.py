@@ -22,15 +22,13 @@ from fcomm.backends.base import LaunchShape, View
 from fcomm.dtypes import REDUCIBLE
 from fcomm.errors import ArgumentError, DeviceError, FcommError, SetupError
 from fcomm.layout import CONTROL_BYTES, CONTROL_DTYPE, ERROR_DTYPE, SLAB_GRANULE, SlabLayout, params_dtype
-from fcomm.source import MAX_THREADS, Specialisation, flatten
+from fcomm.source import MAX_THREADS, OPTIONS, Specialisation, flatten
 
 if TYPE_CHECKING:
     from types import ModuleType
 
 T = TypeVar("T")
 
-# IEEE arithmetic, whatever CuPy or the environment would add: no flush to zero, no contraction.
-OPTIONS = ("-std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
 SMALL_BLOCK = 256
 """Threads per block of the default launch shape while its grid fits at two blocks per SM."""
 PROBE_OFFSET = 2048

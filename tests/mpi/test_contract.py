@@ -2,19 +2,41 @@
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from subprocess import CompletedProcess
 
 import pytest
 
+from fcomm.backends import cpu
+from fcomm.protocols import protocols
+from fcomm.source import Specialisation
 from tests import launch, ranks
 
-RANK_COUNTS = (1, 2, 3, 4, 8)
+DTYPES = {  # every dtype at most rank counts; each kernel has to be compiled
+    1: ("float32", "float16", "bfloat16", "int32"),
+    2: ("float32", "float16", "bfloat16", "int32"),
+    3: ("float32", "float16"),
+    5: ("int32", "bfloat16"),
+    8: ("float32", "float16", "bfloat16", "int32"),
+}
+
+
+def build_all(n: int) -> None:
+    """Compiles every kernel for n ranks on all cores; between ranks it would be one kernel after the other."""
+    if n == 1:
+        return
+    wanted = (*DTYPES[n], "bytes")
+    specs = [Specialisation(p, t, n) for p in protocols().values() for t in p.dtypes if t.name in wanted]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(cpu.build, specs))
 
 
 @cache
 def table(n: int) -> CompletedProcess[str]:
-    return launch.mpirun(n, ["-m", "tests.ranks", "--backend", "cpu"], timeout=200)
+    build_all(n)
+    return launch.mpirun(n, ["-m", "tests.ranks", "--backend", "cpu", "--dtypes", *DTYPES[n]], timeout=200)
 
 
 def verdict(done: CompletedProcess[str], name: str) -> str:
@@ -26,7 +48,7 @@ def verdict(done: CompletedProcess[str], name: str) -> str:
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("n", RANK_COUNTS)
+@pytest.mark.parametrize("n", list(DTYPES))
 @pytest.mark.parametrize("name", list(ranks.CASES))
 def test_case(n: int, name: str) -> None:
     assert not (why := verdict(table(n), name)), why

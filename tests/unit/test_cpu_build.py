@@ -21,6 +21,8 @@ from tests.launch import environment
 
 SPEC = Specialisation(protocol("one_shot.ll"), FLOAT32, 2)
 BUILD = """
+import mpi4py
+mpi4py.rc.initialize = False  # one of these is killed, and MPI would leave shared memory behind
 from tests.unit.test_cpu_build import SPEC
 from fcomm.backends import cpu
 print(cpu.build(SPEC))
