@@ -296,7 +296,7 @@ class FloorCalls(GraphCalls):
         for k in range(ring.calls):
             params = np.zeros(1, params_dtype(comm.world_size))
             params["in"], params["out"] = ring.inputs[k].data.ptr, ring.outputs[k].data.ptr
-            params["nbytes"] = params["out_stride"] = case.nbytes
+            params["nbytes"] = case.nbytes
             params["reserved"] = ring.copies
             calls.append(lambda p=params: backend.launch_once(kernel, shape, p, self.stream.ptr))  # type: ignore[misc]
         return calls

@@ -12,7 +12,7 @@ FC_DEVICE void floor_copy(const Params& p) {
     const Span span{c * 16, 16};
     const Payload v = load_payload<4, T::kElement>(p.in, p.nbytes, span);
     for (u32 r = 0; r < p.reserved; r++) {
-      store_payload<4, T::kElement>(p.out + r * p.out_stride, p.nbytes, span, v);
+      store_payload<4, T::kElement>(p.out + r * p.nbytes, p.nbytes, span, v);
     }
   }
 }
