@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from experiments.tables import size_label
 from fcomm.errors import RecordError
 from fcomm.protocols import protocols
+from fcomm.sizes import format_size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -120,7 +120,7 @@ def _size_ticks(axis: Axes, sizes: list[int]) -> None:
             shown.append(nbytes)
     if len(sizes) > 1:
         shown.append(sizes[-1])
-    axis.set_xticks(shown, [size_label(b) for b in shown])
+    axis.set_xticks(shown, [format_size(b) for b in shown])
     axis.set_xticks(sizes, [""] * len(sizes), minor=True)
 
 

@@ -8,14 +8,15 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from experiments.tables import parse_size, size_label
 from fcomm import measure, selector, settings
+from fcomm.cli import Parser
 from fcomm.dtypes import reducible
 from fcomm.errors import ArgumentError, RecordError
 from fcomm.measure import COPY, MODES
 from fcomm.protocols import protocol, protocols
+from fcomm.sizes import format_size, parse_size
 
 COLLECTIVE = "all_reduce"
 DEFAULT_SIZES = "1K..1M"
@@ -60,14 +61,9 @@ class Request:
             raise RecordError("the run's request is not one that this version of the sweep understands") from None
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ArgumentError(f"{message} (--help lists the options)")
-
-
 def parser() -> argparse.ArgumentParser:
     """The options of the sweep. What is wrong with them is an `ArgumentError`."""
-    p = _Parser(
+    p = Parser(
         prog="mpirun -n N python -m experiments.sweep",
         description="Measure all-reduce over message sizes, rank counts and protocols.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -127,7 +123,7 @@ def parse_sizes(text: str) -> tuple[int, ...]:
         if high < low:
             raise ArgumentError(f"--sizes {item!r} runs backwards: write {last}..{first}")
         if high > LARGEST:
-            raise ArgumentError(f"--sizes {item!r} is beyond {size_label(LARGEST)}, the largest message of the sweep")
+            raise ArgumentError(f"--sizes {item!r} is beyond {format_size(LARGEST)}, the largest message of the sweep")
         while low <= high:
             found.add(low)
             low *= 2
@@ -250,7 +246,7 @@ def dry_run(request: Request) -> str:
                 count = len(names) * len(request.modes)
                 costs[n, dtype, nbytes] = (cost * count, count)
                 lines += [
-                    f"{n:8d} {size_label(nbytes):>10s} {dtype:>11s}  {name:<20s}  {mode:<9s} ~ {cost * 1e6:,.0f} us"
+                    f"{n:8d} {format_size(nbytes):>10s} {dtype:>11s}  {name:<20s}  {mode:<9s} ~ {cost * 1e6:,.0f} us"
                     for name in names
                     for mode in request.modes
                 ]

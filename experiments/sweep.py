@@ -32,12 +32,13 @@ from experiments.request import (
     dry_run,
     parser,
 )
-from experiments.tables import latency_csv, nccl_table, rows, size_label
+from experiments.tables import latency_csv, nccl_table, rows
 from fcomm import Communicator, bootstrap, checks, measure, provenance, records
 from fcomm.dtypes import reducible
 from fcomm.errors import ArgumentError, FcommError, RecordError
 from fcomm.measure import MODES, Case
 from fcomm.protocols import protocols
+from fcomm.sizes import format_size
 
 T = TypeVar("T")
 
@@ -416,7 +417,7 @@ def _remarks(run: records.Run) -> Iterator[str]:
     for status, what in (("dropped", "not measured"), ("wrong", "WRONG RESULTS, never timed")):
         cases = run.cases[run.cases["status"] == status]
         for reason, of_it in cases.groupby("reason", sort=False):
-            listed = [f"{c['protocol']} {size_label(c['nbytes'])} {c['dtype']} on {c['ranks']}" for c in rows(of_it)]
+            listed = [f"{c['protocol']} {format_size(c['nbytes'])} {c['dtype']} on {c['ranks']}" for c in rows(of_it)]
             more = f" and {len(listed) - 6} more" if len(listed) > 6 else ""
             yield f"# {what} ({reason}): {', '.join(listed[:6])}{more}"
     measured = run.cases[run.cases["status"] == "measured"]

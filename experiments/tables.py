@@ -1,37 +1,13 @@
-"""Tables for the terminal, in the shape that users of nccl-tests know, and the spelling of sizes."""
+"""Tables for the terminal, in the shape that users of nccl-tests know."""
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Any
-
-from fcomm.errors import ArgumentError
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from fcomm.records import Run
-
-_UNITS = {"": 0, "K": 10, "M": 20, "G": 30}
-_SIZE = re.compile(r"(\d+)\s*(?:([KMG])(?:I?B)?|B)?", re.IGNORECASE)
-
-
-def parse_size(text: str) -> int:
-    """Bytes of `4096`, `4K`, `4KiB`, `1M`; units are binary. `ArgumentError` for anything else, and for 0."""
-    found = _SIZE.fullmatch(text.strip())
-    nbytes = int(found[1]) << _UNITS[(found[2] or "").upper()] if found else 0
-    if nbytes <= 0:
-        raise ArgumentError(f"{text.strip()!r} is not a size: use a positive number of bytes such as 4096, 4K or 1M")
-    return nbytes
-
-
-def size_label(nbytes: int) -> str:
-    """The shortest exact spelling: `512 B`, `4 KiB`, `1 MiB`."""
-    for unit, shift in (("MiB", 20), ("KiB", 10)):
-        if nbytes and nbytes % (1 << shift) == 0:
-            return f"{nbytes >> shift} {unit}"
-    return f"{nbytes} B"
-
 
 _HEADER = (
     "#  ranks         size        count        type  protocol              mode         time     algbw     busbw    wrong\n"

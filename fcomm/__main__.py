@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from fcomm import __version__
+from fcomm.cli import Parser
 from fcomm.dtypes import reducible
 from fcomm.errors import ArgumentError
 from fcomm.protocols import protocols
@@ -17,7 +18,7 @@ def _collectives() -> list[str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m fcomm", description="flash-comm: look at what is here.")
+    parser = Parser(prog="python -m fcomm", description="flash-comm: look at what is here.")
     parser.add_argument("--version", action="version", version=f"flash-comm {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     info = commands.add_parser(

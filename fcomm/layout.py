@@ -13,6 +13,7 @@ import numpy as np
 
 from fcomm.errors import ArgumentError
 from fcomm.protocols import CELL_BYTES, ENCODINGS, Protocol, index_of
+from fcomm.sizes import round_up
 
 SLAB_GRANULE = 2 << 20
 """Device memory is handed out in blocks of 2 MiB, and an IPC handle exports the whole block: use whole ones."""
@@ -42,10 +43,6 @@ class Region:
     capacity: int
     """Largest message, in payload bytes, that a slot takes as a whole."""
     cleared_to: int = 0
-
-
-def _round_up(value: int, granule: int) -> int:
-    return -(-value // granule) * granule
 
 
 REGION_DTYPE = np.dtype([(n, "<u8") for n in ("offset", "copy_stride", "slot_stride", "half_stride")])
@@ -97,29 +94,29 @@ class SlabLayout:
         self.channels = channels
         # One-shot takes whole messages up to ONE_SHOT_BYTES; a two-phase algorithm puts a shard of max_bytes / n into
         # each half of a slot.
-        self.capacity = _round_up(
-            max(min(max_bytes, ONE_SHOT_BYTES), 2 * _round_up(-(-max_bytes // world_size), LINE)), LINE
+        self.capacity = round_up(
+            max(min(max_bytes, ONE_SHOT_BYTES), 2 * round_up(-(-max_bytes // world_size), LINE)), LINE
         )
-        control = _round_up(channels * CONTROL_BYTES, 4096)
+        control = round_up(channels * CONTROL_BYTES, 4096)
         self.channel_bytes, template = self._regions(0)
         self._regions_of = [template if c == 0 else self._regions(c * self.channel_bytes)[1] for c in range(channels)]
         self._control_bytes = control
-        self.slab_bytes = _round_up(control + channels * self.channel_bytes, SLAB_GRANULE)
+        self.slab_bytes = round_up(control + channels * self.channel_bytes, SLAB_GRANULE)
 
     def _regions(self, start: int) -> tuple[int, dict[str, Region]]:
         """Lays out one channel: epoch-evidenced regions of copy 0 in a row, the same of copy 1, then the others."""
-        start += _round_up(self.channels * CONTROL_BYTES, 4096)
+        start += round_up(self.channels * CONTROL_BYTES, 4096)
         at = start
         n = self.world_size
         epoch_regions: dict[str, tuple[int, int, int, int]] = {}
         for e in ENCODINGS.values():
             if e.copies == 2:
-                half = _round_up(e.slot_bytes(-(-self.capacity // 2)), LINE)
+                half = round_up(e.slot_bytes(-(-self.capacity // 2)), LINE)
                 epoch_regions[e.name] = (at - start, 2 * half, half, self.capacity)
                 at += n * 2 * half
         flags = BARRIER_FLAGS_PER_SOURCE * 4
         epoch_regions["barrier_flags"] = (at - start, 2 * flags, flags, self.capacity)
-        at = start + _round_up(at - start + n * 2 * flags, LINE)
+        at = start + round_up(at - start + n * 2 * flags, LINE)
         self.scrub_bytes = at - start
         regions = {
             name: Region(name, start + off, 2, self.scrub_bytes, stride, half, cap)
@@ -128,14 +125,14 @@ class SlabLayout:
         at += self.scrub_bytes
         for e in ENCODINGS.values():
             if e.copies == 3:
-                half = _round_up(e.slot_bytes(-(-self.capacity // 2)), LINE)
+                half = round_up(e.slot_bytes(-(-self.capacity // 2)), LINE)
                 stride = 2 * half
                 regions[e.name] = Region(e.name, at, 3, n * stride, stride, half, self.capacity, e.cleared_to)
                 at += 3 * n * stride
-        staging = _round_up(self.max_bytes, LINE)
+        staging = round_up(self.max_bytes, LINE)
         regions["staging"] = Region("staging", at, 1, 0, staging, 0, staging)
         at += staging
-        return _round_up(at - start, 4096), regions
+        return round_up(at - start, 4096), regions
 
     def control_offset(self, channel: int) -> int:
         """Bytes from the start of the slab to the channel's rank-local words."""

@@ -14,6 +14,7 @@ from types import MappingProxyType
 
 from fcomm.dtypes import BYTES, REDUCIBLE, ElementType
 from fcomm.errors import NotAdmittedError
+from fcomm.sizes import round_up
 
 CELL_BYTES = 16
 """Bytes of a cell: what one thread reads or writes of a slot at a time, in every encoding."""
@@ -64,7 +65,7 @@ class Encoding:
         """Chunks with an epoch word each; see ``kernels_cu/wire/flag.cuh``."""
         if not self.max_chunks:
             return 0
-        size = max(64, -(--(-self.cells(nbytes) // self.max_chunks) // 32) * 32)
+        size = max(64, round_up(-(-self.cells(nbytes) // self.max_chunks), 32))
         return -(-self.cells(nbytes) // size)
 
     def slot_bytes(self, nbytes: int) -> int:
@@ -110,7 +111,7 @@ SHARD_GRANULE = 16
 
 def shard_bytes(nbytes: int, world_size: int) -> int:
     """Length of a full shard when a message is split among the ranks; the last ones may be shorter or empty."""
-    return -(-(-(-nbytes // world_size)) // SHARD_GRANULE) * SHARD_GRANULE
+    return round_up(-(-nbytes // world_size), SHARD_GRANULE)
 
 
 @dataclass(frozen=True)

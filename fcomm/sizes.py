@@ -1,4 +1,4 @@
-"""Message sizes as people write them: 64K, 1M, 1 MiB."""
+"""Message sizes: as people write them (4096, 64K, 1MiB), and rounded up to what they are laid out in."""
 
 from __future__ import annotations
 
@@ -6,22 +6,27 @@ import re
 
 from fcomm.errors import ArgumentError
 
-_UNITS = {"": 1, "b": 1, "k": 1 << 10, "kib": 1 << 10, "kb": 1 << 10, "m": 1 << 20, "mib": 1 << 20, "mb": 1 << 20}
-_SIZE = re.compile(r"\s*(\d+)\s*([A-Za-z]*)\s*")
+_UNITS = {"": 0, "K": 10, "M": 20, "G": 30}
+_SIZE = re.compile(r"(\d+)\s*(?:([KMG])(?:I?B)?|B)?", re.IGNORECASE)
 
 
 def parse_size(text: str) -> int:
-    """Bytes in a size such as ``512``, ``64K`` or ``1MiB`` (powers of two); `ArgumentError` where it is none."""
-    found = _SIZE.fullmatch(text)
-    unit = _UNITS.get(found.group(2).lower()) if found else None
-    if found is None or unit is None:
-        raise ArgumentError(f"{text!r} is not a size; write bytes, or a number with K or M, such as 64K")
-    return int(found.group(1)) * unit
+    """Bytes of `4096`, `4K`, `4KiB`, `1M`; units are binary. `ArgumentError` for anything else, and for 0."""
+    found = _SIZE.fullmatch(text.strip())
+    nbytes = int(found[1]) << _UNITS[(found[2] or "").upper()] if found else 0
+    if nbytes <= 0:
+        raise ArgumentError(f"{text.strip()!r} is not a size: use a positive number of bytes such as 4096, 4K or 1M")
+    return nbytes
 
 
 def format_size(nbytes: int) -> str:
-    """The shortest exact spelling: 1 MiB, 64 KiB, 100 B."""
-    for unit, name in ((1 << 20, "MiB"), (1 << 10, "KiB")):
-        if nbytes >= unit and nbytes % unit == 0:
-            return f"{nbytes // unit} {name}"
+    """The shortest exact spelling: `512 B`, `4 KiB`, `1 MiB`."""
+    for unit, shift in (("MiB", 20), ("KiB", 10)):
+        if nbytes and nbytes % (1 << shift) == 0:
+            return f"{nbytes >> shift} {unit}"
     return f"{nbytes} B"
+
+
+def round_up(value: int, granule: int) -> int:
+    """The smallest multiple of `granule` that is not below `value`."""
+    return -(-value // granule) * granule

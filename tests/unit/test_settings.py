@@ -105,7 +105,6 @@ def test_nonsense_is_one_sentence_that_names_the_variable(
 @pytest.mark.parametrize(
     ("text", "want"),
     [
-        ("0", 0),
         ("512", 512),
         ("64K", 65536),
         ("64k", 65536),

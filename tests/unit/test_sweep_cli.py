@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from experiments import request as rq
-from experiments.tables import parse_size, size_label
 from fcomm.errors import ArgumentError, FcommError, RecordError
 from fcomm.protocols import protocols
+from fcomm.sizes import format_size, parse_size
 
 
 def build(*argv: str, started: int = 8) -> rq.Request:
@@ -87,7 +87,7 @@ def test_more_ranks_than_started_says_how_to_start_them() -> None:
 
 @given(st.integers(1, 1 << 40))
 def test_labels_are_read_back(nbytes: int) -> None:
-    assert parse_size(size_label(nbytes)) == nbytes
+    assert parse_size(format_size(nbytes)) == nbytes
     assert parse_size(str(nbytes)) == nbytes
 
 
