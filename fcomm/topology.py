@@ -22,11 +22,11 @@ PCIE = "pcie"
 UNKNOWN = "unknown"
 
 LINK_CAPABILITIES = {
-    SAME_DEVICE: frozenset({"atomic8", "atomic16", "acquire_release", "line128"}),
-    NVLINK: frozenset({"atomic8", "atomic16", "acquire_release", "line128"}),
+    SAME_DEVICE: frozenset({"atomic4", "atomic8", "atomic16", "acquire_release", "line128"}),
+    NVLINK: frozenset({"atomic4", "atomic8", "atomic16", "acquire_release", "line128"}),
     # A 128-byte line may be split on PCIe, and so may 16 bytes.
-    PCIE: frozenset({"atomic8", "acquire_release"}),
-    UNKNOWN: frozenset({"atomic8", "acquire_release"}),
+    PCIE: frozenset({"atomic4", "atomic8", "acquire_release"}),
+    UNKNOWN: frozenset({"atomic4", "atomic8", "acquire_release"}),
 }
 """What an encoding may rely on, by kind of link. A probe can veto an encoding, it cannot prove one."""
 
