@@ -1,16 +1,32 @@
-"""`python -m fcomm info | explain`: what is here, what may run, and what a call would use."""
+"""`python -m fcomm info | explain | build`: what is here, what may run, what a call would use, what kernels compile to."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
+import sys
+import time
+import traceback
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 from fcomm import __version__
 from fcomm.cli import Parser
-from fcomm.dtypes import reducible
-from fcomm.errors import ArgumentError
-from fcomm.protocols import protocols
+from fcomm.dtypes import BYTES, reducible
+from fcomm.errors import ArgumentError, FcommError, NotAdmittedError, SetupError
+from fcomm.protocols import CELL_BYTES, protocol, protocols
 from fcomm.sizes import format_size, parse_size
+
+if TYPE_CHECKING:
+    from fcomm.machine_code import Cubin
+    from fcomm.source import Specialisation
+
+WITHOUT_MPI = ("explain", "build")
+"""Commands that are of use where no MPI library is, and start none."""
+QUIET_S = 3.0
+"""Seconds after which a long command begins to say how far it is, and between two such lines."""
 
 
 def _collectives() -> list[str]:
@@ -33,6 +49,18 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--bytes", default="64K", help="message size, such as 64K (default)")
     explain.add_argument("--dtype", default="bfloat16")
     explain.add_argument("--ranks", type=int, default=8)
+    build = commands.add_parser(
+        "build",
+        help="compile kernels for a GPU that need not be here; show registers, spills and grid (needs no MPI)",
+        description="Compiles each kernel with NVRTC and prints what came out. Where this machine has a GPU of that "
+        "architecture, the kernels are also put into CuPy's disk cache, from which the cuda backend loads them; without "
+        "one CuPy cannot fill its cache, and each kernel is compiled at its first use (a third of a second).",
+    )
+    build.add_argument("--arch", default="sm_90", help="sm_80, sm_90 (default) or sm_100")
+    build.add_argument("--ranks", default="2,4,8", help="world sizes (default 2,4,8)")
+    build.add_argument("--protocol", default="all", help="names such as one_shot.ll,two_shot.flag (default all)")
+    build.add_argument("--dtypes", default="all", help="element types such as float32,bf16,bytes (default all)")
+    build.add_argument("--bytes", default="64K", help="message size that the grid is shown for (default 64K)")
     return parser
 
 
@@ -84,13 +112,137 @@ def _explain(options: argparse.Namespace) -> int:
     return 0
 
 
+def _specialisations(options: argparse.Namespace) -> list[Specialisation]:
+    from fcomm.source import Specialisation
+
+    ranks = _numbers(options.ranks)
+    every = options.protocol == "all"
+    wanted = list(protocols().values()) if every else [protocol(name) for name in _names(options.protocol)]
+    types = (
+        None if options.dtypes == "all" else [BYTES if t == "bytes" else reducible(t) for t in _names(options.dtypes)]
+    )
+    # A protocol that only moves bytes has one kernel for all types.
+    found = [
+        Specialisation(p, t, n)
+        for p in wanted
+        for n in ranks
+        for t in p.dtypes
+        if types is None or t in types or (t is BYTES and not every)
+    ]
+    if not found:
+        raise ArgumentError(f"no kernel of {options.protocol} takes {options.dtypes}")
+    return found
+
+
+def _names(listed: str) -> list[str]:
+    return list(dict.fromkeys(name.strip() for name in listed.split(",") if name.strip()))
+
+
+def _numbers(listed: str) -> list[int]:
+    try:
+        numbers = [int(n) for n in _names(listed)]
+    except ValueError:
+        raise ArgumentError(f"--ranks {listed}: write numbers of ranks, such as 2,4,8") from None
+    if not numbers or min(numbers) < 2:
+        raise ArgumentError(f"--ranks {listed}: an exchange needs at least two ranks")
+    return numbers
+
+
+def _build(options: argparse.Namespace) -> int:
+    from fcomm import machine_code
+    from fcomm.backends.base import gpu_shape
+
+    arch = machine_code.architecture(options.arch)
+    nbytes = parse_size(options.bytes)
+    specs = _specialisations(options)
+    machine_code.nvrtc()
+    device = _device_of(arch.name)
+    width = max(len(s.name) for s in specs)
+    shape = gpu_shape(-(-nbytes // CELL_BYTES), arch.sms)
+    baseline = {s.name: s.protocol.baseline for s in specs}
+    spilled = 0
+    print(
+        f"{'kernel':{width}}  registers  spill bytes  code bytes  blocks/SM  grid of {format_size(nbytes)} "
+        f"on {arch.sms} SMs ({arch.product})"
+    )
+    started = said = time.monotonic()
+    # The compiler runs outside Python's lock; the disk cache is filled by the same threads.
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        try:
+            for k, cubin in enumerate(pool.map(lambda s: _compile(s, arch.name, device), specs), 1):
+                resident = arch.resident_blocks(cubin.registers, cubin.threads)
+                fitting = arch.sms * arch.resident_blocks(cubin.registers, shape.threads)
+                # Baselines have the grids that their authors set.
+                grid = "-" if baseline[cubin.name] else f"{min(shape.blocks, fitting)} x {shape.threads}"
+                print(
+                    f"{cubin.name:{width}}  {cubin.registers:9}  {cubin.spill_bytes:11}  {cubin.code_bytes:10}  "
+                    f"{resident:9}  {grid}"
+                )
+                spilled += bool(cubin.faults())
+                if time.monotonic() - said > QUIET_S and k < len(specs):
+                    said = time.monotonic()
+                    print(f"{k} of {len(specs)} kernels after {said - started:.0f} s", file=sys.stderr, flush=True)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    print(
+        f"{len(specs)} kernels for {arch.name}; blocks/SM: resident blocks of the most threads that a kernel is "
+        "compiled for; the grid is what one rank with a GPU of its own starts"
+    )
+    if device is None:
+        print(f"no GPU of {arch.name} here: CuPy's disk cache was not filled")
+    else:
+        print("CuPy's disk cache has them: a communicator on this machine loads them without compiling")
+    if spilled:
+        print(f"{spilled} kernels spill, or take more registers than their threads have", file=sys.stderr)
+    return 1 if spilled else 0
+
+
+def _device_of(arch: str) -> int | None:
+    """A GPU of this process of that architecture, if there is one."""
+    with contextlib.suppress(Exception):  # no driver, no device, MPS in the way: the table needs none of them
+        from cupy.cuda import Device, runtime
+
+        for ordinal in range(runtime.getDeviceCount()):
+            if arch == f"sm_{Device(ordinal).compute_capability}":
+                return ordinal
+    return None
+
+
+def _compile(spec: Specialisation, arch: str, device: int | None) -> Cubin:
+    from fcomm import machine_code
+
+    cubin = machine_code.compile_specialisation(spec, arch)
+    if device is not None:
+        machine_code.fill_cache(spec, device)
+    return cubin
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
     options = _parser().parse_args(argv)
-    return {"info": _info, "explain": _explain}[options.command](options)
+    return {"info": _info, "explain": _explain, "build": _build}[options.command](options)
+
+
+def run(argv: Sequence[str] | None = None) -> int:
+    """`main`, with errors as one sentence each: 2 for what the caller can put right, 1 for everything else."""
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    if not arguments or arguments[0] not in WITHOUT_MPI:
+        from fcomm import bootstrap
+
+        return bootstrap.run(main, arguments)
+    try:
+        return main(arguments)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except FcommError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, (ArgumentError, NotAdmittedError, SetupError)) else 1
+    except Exception:
+        traceback.print_exc()
+        return 1
 
 
 if __name__ == "__main__":
-    from fcomm import bootstrap
-
-    raise SystemExit(bootstrap.run(main))
+    raise SystemExit(run())

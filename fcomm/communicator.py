@@ -14,11 +14,13 @@ from fcomm import bootstrap, selector, settings
 from fcomm.backends.base import Backend, LaunchShape, View
 from fcomm.dtypes import BYTES, REDUCIBLE
 from fcomm.errors import ArgumentError, ClosedError, DisagreementError, HangError, NotAdmittedError
-from fcomm.layout import CALL_WORDS, ERROR_DTYPE, SlabLayout, error_message
-from fcomm.protocols import CELL_BYTES, Protocol, protocol, protocols, shard_bytes
-from fcomm.source import MAX_THREADS, Specialisation
+from fcomm.layout import CALL_WORDS, ERROR_DTYPE, FIRST_CALL_WORD, V2_MAX_BLOCKS, SlabLayout, error_message
+from fcomm.protocols import CELL_BYTES, HOPPER, GpuShare, Protocol, protocol, protocols, shard_bytes
+from fcomm.source import Specialisation
 
 WARP = 32
+ALIGNMENT = 16
+"""Bytes that arrays and messages are multiples of where the kernels' wide accesses can be used throughout."""
 
 
 def _make_backend(name: str, mpi: MPI.Intracomm) -> Backend:
@@ -48,34 +50,71 @@ def _resolve(name: str, mpi: MPI.Intracomm) -> str:
     return "cuda" if all(have) else "cpu"
 
 
+def _smallest_share(facts: list[dict[str, Any]]) -> GpuShare | None:
+    """What every rank has of a GPU at least, alike on all ranks; None where the backend has none."""
+    if not all("sms_per_rank" in f for f in facts):
+        return None
+    least = min(facts, key=lambda f: (f["sms_per_rank"] / f["sms_total"], f["compute_capability"]))
+    return GpuShare(least["compute_capability"], least["sms_per_rank"], least["sms_total"])
+
+
 class Plan:
-    """A call with everything decided but the arrays: kernel, grid, and the kernel's argument packed but for four words."""
+    """A call with everything decided but the arrays: kernel, grid, and the kernel's argument packed but for the call's own words."""
 
     def __init__(
-        self, comm: Communicator, proto: Protocol, dtype: str, nbytes: int, channel: int, shape: LaunchShape | None
+        self,
+        comm: Communicator,
+        proto: Protocol,
+        dtype: str,
+        nbytes: int,
+        channel: int,
+        shape: LaunchShape | None,
+        aligned: bool,
     ):
         element = BYTES if proto.algorithm.moves_bytes else REDUCIBLE[dtype]
         self.protocol = proto
-        self.kernel = comm.backend.kernel(Specialisation(proto, element, comm.world_size))
         self.pieces = _pieces(comm, proto, nbytes)
-        longest = self.pieces[0].part if "shard" in proto.algorithm.phases else self.pieces[0].nbytes
-        cells = proto.encodings[0].cells(longest) if proto.encodings else -(-longest // CELL_BYTES)
-        wanted = shape or comm.backend.default_shape(cells)
-        if wanted.threads % WARP or not WARP <= wanted.threads <= MAX_THREADS or wanted.blocks < 1:
+        aligned = aligned and not any((p.nbytes | p.stride | p.part) % ALIGNMENT for p in self.pieces)
+        self.kernel = comm.backend.kernel(Specialisation(proto, element, comm.world_size, aligned))
+        most = proto.algorithm.max_threads
+        wanted = shape or _default_shape(comm, proto, self.pieces[0])
+        if wanted.threads % WARP or not WARP <= wanted.threads <= most or wanted.blocks < 1:
             raise ArgumentError(
-                f"a launch shape is blocks >= 1 and threads a multiple of {WARP} up to {MAX_THREADS}, not {wanted}"
+                f"a launch shape is blocks >= 1 and threads a multiple of {WARP} up to {most}, not {wanted}"
             )
-        self.shape = LaunchShape(min(wanted.blocks, self.kernel.max_blocks(wanted.threads)), wanted.threads)
+        resident = self.kernel.max_blocks(wanted.threads)
+        self.shape = LaunchShape(min(wanted.blocks, resident), wanted.threads)
+        if proto.algorithm.grid is not None and proto.algorithm.grid.fixed:
+            comm._keep_grid(proto, channel, wanted, resident)
         self.params = comm.layout.params(
             proto, comm.rank, comm.slabs, comm.backend.error_address(), channel, comm.timeout_s
         )
-        self._words = self.params.view(np.uint64)[comm.world_size : comm.world_size + len(CALL_WORDS)]
+        self.params["aligned"] = aligned
+        self._words = self.params.view(np.uint64)[FIRST_CALL_WORD : FIRST_CALL_WORD + len(CALL_WORDS)]
 
     def launch(self, backend: Backend, src: View, dst: View, stream: Any) -> None:
         words = self._words
         for piece in self.pieces:
             words[:] = (src.address + piece.offset, dst.address + piece.offset, piece.nbytes, piece.stride, piece.part)
             backend.launch(self.kernel, self.shape, self.params, stream)
+
+
+def _default_shape(comm: Communicator, proto: Protocol, piece: Piece) -> LaunchShape:
+    """What the protocol's authors set or, without such a rule or on a backend that has no SMs, the backend's default."""
+    rule = proto.algorithm.grid
+    longest = piece.part if "shard" in proto.algorithm.phases else piece.nbytes
+    if rule is not None and comm.gpu is not None:
+        return LaunchShape(*rule.shape(-(-longest // CELL_BYTES), comm.gpu))
+    if rule is not None and rule.fixed:
+        return comm.backend.default_shape(1 << 30)  # one that no message changes
+    if not proto.encodings:
+        return comm.backend.default_shape(-(-longest // CELL_BYTES))
+    encoding = proto.encodings[0]
+    parts = comm.world_size if "shard" in proto.algorithm.phases else 1  # a thread has one cell of one part
+    shape = comm.backend.default_shape(encoding.cells(longest) * parts)
+    if encoding.max_chunks:  # a chunk is one block's, and takes a fence: the more at a time the better
+        return LaunchShape(encoding.chunks(longest), shape.threads)
+    return shape
 
 
 @dataclass(frozen=True)
@@ -197,6 +236,8 @@ class Communicator:
         self.backend: Backend = made
         every: list[frozenset[str]] = mpi.allgather(made.capabilities)
         self.capabilities = frozenset.intersection(*every)
+        self.gpu = _smallest_share(mpi.allgather(made.describe()))
+        self._grids: dict[tuple[str, int], int] = {}
         self.slabs = made.allocate(self.layout)
         self.slab_bytes = self.layout.slab_bytes
         self._errors = made.error_records()
@@ -289,17 +330,25 @@ class Communicator:
         self._check_out(collective, src, dst)
         wanted = None if shape is None else LaunchShape(*shape)
         signature = (collective, src.dtype, src.shape, op, protocol, channel)
-        plan = self._plan(collective, src, protocol, channel, wanted)
+        plan = self._plan(collective, src, dst, protocol, channel, wanted)
+        if plan is not None and not plan.protocol.encodings:
+            self._check_baseline(plan.protocol, src, dst, channel)
         return Call(self, plan, src, dst, on, signature, channel)
 
-    def _plan(self, collective: str, src: View, name: str, channel: int, shape: LaunchShape | None) -> Plan | None:
+    def _plan(
+        self, collective: str, src: View, dst: View, name: str, channel: int, shape: LaunchShape | None
+    ) -> Plan | None:
         if self.world_size == 1 or src.nbytes == 0:
             self._chosen(collective, src, name)  # a wrong name or dtype is wrong at any size
             return None
-        key = (collective, src.dtype, src.nbytes, name, channel, shape)
+        aligned = (
+            src.address | dst.address
+        ) % ALIGNMENT == 0  # a local fact: it picks a kernel, not what is on the wire
+        key = (collective, src.dtype, src.nbytes, name, channel, shape, aligned)
         plan = self._plans.get(key)
         if plan is None:
-            plan = Plan(self, self._chosen(collective, src, name), src.dtype, src.nbytes, channel, shape)
+            chosen = self._chosen(collective, src, name)
+            plan = Plan(self, chosen, src.dtype, src.nbytes, channel, shape, aligned)
             self._plans[key] = plan
         return plan
 
@@ -312,10 +361,10 @@ class Communicator:
             raise ArgumentError(f"dtype {src.dtype} cannot be reduced; use one of {', '.join(REDUCIBLE)}")
         if name == "auto":
             return selector.choose(collective, src.nbytes, src.dtype, ranks, self.capabilities)
-        wanted = protocol(name)
+        wanted = protocol(name).at(src.nbytes, ranks, self.gpu or HOPPER)
         if wanted.collective != collective:
             raise NotAdmittedError(f"{name} is a protocol for {wanted.collective}, not for {collective}")
-        reason = wanted.refusal(src.dtype, ranks, self.capabilities)
+        reason = wanted.refusal(src.dtype, ranks, self.capabilities, src.nbytes)
         if reason is not None:
             raise NotAdmittedError(f"{name} is not admitted here: {reason}")
         return wanted
@@ -375,6 +424,35 @@ class Communicator:
         }.get(collective, (dst.address, "x itself"))
         if not apart and src.address != in_place:
             raise ArgumentError(f"out overlaps the input in part: only {part}, or memory apart from it, will do")
+
+    def _check_baseline(self, proto: Protocol, src: View, dst: View, channel: int) -> None:
+        """What protocols demand of arrays that have their originals' limits, or whose peers read the staging buffer."""
+        granule = proto.algorithm.granule
+        if (src.address | dst.address) % granule:
+            raise NotAdmittedError(f"{proto.name} takes arrays that are aligned to {granule} bytes only")
+        if "staging" not in proto.regions:
+            return
+        staging = self.layout.regions(channel)["staging"]
+        start = self.slabs[self.rank] + staging.offset
+        inside = [v.address < start + staging.slot_stride and v.address + v.nbytes > start for v in (src, dst)]
+        if inside[0] and src.address != start:
+            raise ArgumentError(f"{proto.name} reads an input in the staging buffer from the buffer's start only")
+        if inside[1] and not (proto.algorithm.in_place_staging and src.address == dst.address == start):
+            raise ArgumentError(f"{proto.name} cannot put its result there: peers read this rank's staging buffer")
+
+    def _keep_grid(self, proto: Protocol, channel: int, wanted: LaunchShape, resident: int) -> None:
+        """A kernel that counts by the block: the first call of a channel fixes its number of blocks."""
+        most = min(resident, V2_MAX_BLOCKS)
+        if wanted.blocks > most:
+            raise ArgumentError(
+                f"{proto.name} with {wanted.threads} threads takes up to {most} blocks, not {wanted.blocks}"
+            )
+        kept = self._grids.setdefault((proto.regions[-1], channel), wanted.blocks)
+        if kept != wanted.blocks:
+            raise ArgumentError(
+                f"{proto.name} counts its calls by the block, and this communicator's first one had {kept} blocks, not "
+                f"{wanted.blocks}: keep to that, or use another communicator"
+            )
 
     # ---- state ------------------------------------------------------------------------------------------------------
 
@@ -439,6 +517,18 @@ class Communicator:
             "candidates": self.admitted(dtype, collective),
             "choice": selector.choose(collective, nbytes, dtype, self.world_size, self.capabilities).name,
         }
+
+    def staging_view(self, count: int, dtype: str, channel: int = 0) -> Any:
+        """The staging buffer of a channel, up to `max_bytes` of it, as an array of `count` elements.
+
+        Protocols whose peers read inputs (`barrier.*`, `custom_ar_v2.pull_*`) take an input here as it is, without the
+        copy that they make of any other one. Any other call of such a protocol overwrites it, and the two-shot pull does.
+        """
+        self._check_open()
+        element, staging = np.dtype(REDUCIBLE[dtype].numpy), self.layout.regions(channel)["staging"]
+        if count * element.itemsize > staging.capacity:
+            raise ArgumentError(f"the staging buffer has {staging.capacity} bytes: too few for {count} of {dtype}")
+        return self.backend.slab()[staging.offset : staging.offset + count * element.itemsize].view(element)
 
     def empty(self, count: int, dtype: str) -> Any:
         """An uninitialised array of the backend's kind."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fcomm.errors import ArgumentError
-from fcomm.protocols import CELL_BYTES, ENCODINGS, Protocol, index_of
+from fcomm.protocols import CELL_BYTES, ENCODINGS, V2_PUSH_UP_TO, Protocol, index_of, shard_bytes
 from fcomm.sizes import round_up
 
 SLAB_GRANULE = 2 << 20
@@ -27,6 +27,9 @@ EPOCHS = 1 << 32
 SCRUB_CELLS = 64
 """Cells cleared per call in the scrubbing window before the epoch wraps."""
 BARRIER_FLAGS_PER_SOURCE = 64
+V2_MAX_BLOCKS = 512
+V2_SEMAPHORE_BYTES = 32
+"""The semaphores of one block: a word for each source."""
 DEFAULT_TIMEOUT_S = 30.0
 
 
@@ -43,6 +46,8 @@ class Region:
     capacity: int
     """Largest message, in payload bytes, that a slot takes as a whole."""
     cleared_to: int = 0
+    scrubbed: bool = False
+    """Its evidence is the epoch: stale evidence in it is cleared before the epoch wraps."""
 
 
 REGION_DTYPE = np.dtype([(n, "<u8") for n in ("offset", "copy_stride", "slot_stride", "half_stride")])
@@ -58,17 +63,19 @@ CONTROL_DTYPE = np.dtype(
 
 
 CALL_WORDS = ("in", "out", "nbytes", "stride", "part")
-"""The words of a kernel's argument that differ from call to call; they follow the slabs' addresses."""
+"""The words of a kernel's argument that differ from call to call, in a row."""
+FIRST_CALL_WORD = 2
+"""Their place in the argument, in words of 8 bytes."""
 
 
 def params_dtype(world_size: int) -> np.dtype[np.void]:
     """The bytes of ``struct Params`` in ``kernels_cu/params.cuh`` for a world of that size."""
     return np.dtype(
-        [("slab", "<u8", world_size)]
-        + [(n, "<u8") for n in (*CALL_WORDS, "control", "error", "timeout_ns")]
-        + [("region", REGION_DTYPE, 2)]
-        + [(n, "<u8") for n in ("scrub_offset", "scrub_stride", "scrub_bytes")]
-        + [(n, "<u4") for n in ("scrub_from", "scrub_cells", "rank", "channel", "protocol", "reserved")]
+        [("rank", "<u4"), ("scrub_from", "<u4"), ("control", "<u8")]
+        + [(n, "<u8") for n in CALL_WORDS]
+        + [("region", REGION_DTYPE, 2), ("slab", "<u8", world_size)]
+        + [(n, "<u8") for n in ("error", "timeout_ns", "scrub_offset", "scrub_stride", "scrub_bytes")]
+        + [(n, "<u4") for n in ("scrub_cells", "channel", "protocol", "aligned", "copies", "reserved")]
     )
 
 
@@ -115,11 +122,13 @@ class SlabLayout:
                 epoch_regions[e.name] = (at - start, 2 * half, half, self.capacity)
                 at += n * 2 * half
         flags = BARRIER_FLAGS_PER_SOURCE * 4
-        epoch_regions["barrier_flags"] = (at - start, 2 * flags, flags, self.capacity)
+        staging = round_up(self.max_bytes, LINE)
+        # The barriers' chunks grow with the message: what limits it is the staging buffer.
+        epoch_regions["barrier_flags"] = (at - start, 2 * flags, flags, staging)
         at = start + round_up(at - start + n * 2 * flags, LINE)
         self.scrub_bytes = at - start
         regions = {
-            name: Region(name, start + off, 2, self.scrub_bytes, stride, half, cap)
+            name: Region(name, start + off, 2, self.scrub_bytes, stride, half, cap, scrubbed=True)
             for name, (off, stride, half, cap) in epoch_regions.items()
         }
         at += self.scrub_bytes
@@ -129,9 +138,23 @@ class SlabLayout:
                 stride = 2 * half
                 regions[e.name] = Region(e.name, at, 3, n * stride, stride, half, self.capacity, e.cleared_to)
                 at += 3 * n * stride
-        staging = round_up(self.max_bytes, LINE)
-        regions["staging"] = Region("staging", at, 1, 0, staging, 0, staging)
-        at += staging
+        sums = round_up(shard_bytes(staging, n), LINE)  # behind the staged message: room for one shard
+        regions["staging"] = Region("staging", at, 1, 0, staging + sums, staging, staging)
+        at += staging + sums
+        # custom_ar_v2 pushes messages up to a size that falls with the world size; larger ones go in pieces, if forced.
+        slot = min(staging, round_up(max(table.get(n, LINE) for table in V2_PUSH_UP_TO.values()), LINE))
+        regions["v2_slots"] = Region("v2_slots", at, 2, n * slot, slot, 0, slot)
+        at += 2 * n * slot
+        for form in ("push", "pull_one_shot", "pull_two_shot"):
+            counters, semaphores = V2_MAX_BLOCKS * 4, V2_MAX_BLOCKS * V2_SEMAPHORE_BYTES
+            name = f"v2_{form}_state"
+            regions[name] = Region(name, at, 1, 0, counters + semaphores, counters, staging)
+            at += counters + semaphores
+        slot = round_up(self.capacity, LINE)
+        regions["lamport_fp"] = Region("lamport_fp", at, 3, n * slot, slot, 0, slot)
+        at += 3 * n * slot
+        regions["lamport_fp_state"] = Region("lamport_fp_state", at, 1, 0, LINE, 0, staging)
+        at += LINE
         return round_up(at - start, 4096), regions
 
     def control_offset(self, channel: int) -> int:
@@ -148,7 +171,7 @@ class SlabLayout:
         For all-gather and reduce-scatter: the largest part of one rank.
         """
         capacity = min(self.regions()[name].capacity for name in protocol.regions)
-        if protocol.algorithm.phases == ("shard", "shard"):
+        if protocol.encodings and protocol.algorithm.phases == ("shard", "shard"):
             return self.world_size * (capacity // 2 // LINE * LINE)
         return capacity
 
@@ -169,7 +192,7 @@ class SlabLayout:
         """A kernel's argument with everything filled in but the call's own words."""
         p = np.zeros(1, params_dtype(self.world_size))
         p["slab"] = slabs
-        p["control"] = self.control_offset(channel)
+        p["control"] = slabs[rank] + self.control_offset(channel)
         p["error"] = error_address + channel * ERROR_BYTES
         p["timeout_ns"] = int(timeout_s * 1e9)
         regions = self.regions(channel)

@@ -91,6 +91,8 @@ class Cubin:
         Local memory of a thread: its whole frame, and the stores and loads of spilled registers.
     code_bytes : int
         Of the kernel's instructions.
+    threads : int
+        Per block, at most: what the kernel is compiled for.
     """
 
     name: str
@@ -100,14 +102,15 @@ class Cubin:
     stack_bytes: int
     spill_bytes: int
     code_bytes: int
+    threads: int
 
-    def faults(self, threads: int = MAX_THREADS) -> list[str]:
-        """What is wrong with its use of registers and stack, for blocks of so many threads."""
+    def faults(self) -> list[str]:
+        """What is wrong with its use of registers and stack."""
         found = []
         if self.stack_bytes or self.spill_bytes:
             found.append(f"{self.stack_bytes} bytes of stack, {self.spill_bytes} bytes of spills")
-        if not 0 < self.registers <= FILE_REGISTERS // threads:
-            found.append(f"{self.registers} registers do not fit {threads} threads")
+        if not 0 < self.registers <= FILE_REGISTERS // self.threads:
+            found.append(f"{self.registers} registers do not fit {self.threads} threads")
         return [f"{self.name} for {self.arch}: {fault}" for fault in found]
 
 
@@ -147,12 +150,25 @@ def compile_text(name: str, text: str, arch: str, options: tuple[str, ...] = ())
     spills = [int(b) for b in re.findall(r"(\d+) bytes spill (?:stores|loads)", log)]
     if "registers" not in found or not spills:
         raise SetupError(f"NVRTC does not say how many registers {name} takes; is it older than 12.0?")
-    return Cubin(name, arch, image, found["registers"], found.get("stack", 0), sum(spills), found["code"])
+    bound = re.search(r"^#define FC_MAX_THREADS (\d+)", text, re.MULTILINE)
+    threads = int(bound[1]) if bound else MAX_THREADS
+    return Cubin(name, arch, image, found["registers"], found.get("stack", 0), sum(spills), found["code"], threads)
 
 
 def compile_specialisation(spec: Specialisation, arch: str) -> Cubin:
     """Compiles a kernel as the cuda backend does."""
     return compile_text(spec.name, spec.text(), arch)
+
+
+def fill_cache(spec: Specialisation, device: int) -> None:
+    """Puts a kernel into the disk cache of CuPy, where the cuda backend looks; needs that GPU.
+
+    CuPy's key is the source, the options and the device's architecture: the same call as the backend's makes the same key.
+    """
+    import cupy
+
+    with cupy.cuda.Device(device):
+        cupy.RawModule(code=spec.text(), options=OPTIONS, backend="nvrtc").compile()
 
 
 _EIATTR_FRAME_SIZE, _EIATTR_MIN_STACK_SIZE, _EIATTR_REGCOUNT = 0x11, 0x12, 0x2F
@@ -318,7 +334,7 @@ def read_listing(text: str) -> Listing:
         raise SetupError("nvdisasm shows no instruction; its format has changed")
     loops = _loops(code, labels)
     innermost: list[frozenset[int]] = [
-        min((l for l in loops if k in l), key=len, default=frozenset()) for k in range(len(code))
+        min((loop for loop in loops if k in loop), key=len, default=frozenset()) for k in range(len(code))
     ]
     clocks = [k for k, i in enumerate(code) if "SR_GLOBALTIMER" in i.operands]
     spinning = {innermost[k] for k in clocks if innermost[k]}
@@ -540,15 +556,17 @@ def marked(text: str) -> str:
     text = _sub(r"^  u64 in;", "  ArrayAddress in;", text)
     text = _sub(r"^  u64 out;", "  ArrayAddress out;", text)
     text = _sub(r'asm volatile\("\w+\.relaxed\.gpu\.global[^;]*;[^;]*\);', _moved_by_address, text)
-    text = _sub(r"reinterpret_cast<Control\*>\(p\.slab\[p\.rank\] \+ p\.control\)", f"(Control*){_CONTROL_BASE}", text)
+    text = _sub(
+        r"(Control\* control\(const Params& \w+\) \{) return [^;]*;", rf"\1 return (Control*){_CONTROL_BASE};", text
+    )
     text = _sub(r"\bst_(relaxed|release)_sys\(&r->", "st_moved(&r->", text)
     if "LamportState* s = &control(p)" in text:  # a baseline has no turns
         text = _sub(r"\bst_relaxed_gpu\(&s->", "st_moved(&s->", text)
-    text = re.sub(r"\(u64 message,", "(ArrayAddress message,", text)
+    text = re.sub(r"\bu64 message,", "ArrayAddress message,", text)
     text = _sub(r"^struct Payload \{", lambda m: f"}}{_MARKED_ACCESSES}namespace fc {{\n{m[0]}", text)
     start = text.index("FC_DEVICE Payload load_payload")
     end = text.index("}  // namespace fc", text.index("FC_DEVICE void store_payload"))
-    payload = _sub(r"\(u64 base,", "(ArrayAddress base,", text[start:end])
+    payload = _sub(r"\bu64 base,", "ArrayAddress base,", text[start:end])
     payload = _sub(r"const u64 at = base \+ span\.offset;", "const u64 at = (base + span.offset).at;", payload)
     payload = _sub(r"\b(ld|st)_plain\(", r"\1_array(", payload)
     return text[:start] + payload + text[end:]
@@ -569,40 +587,47 @@ class Expected:
     flag_loads: int
     flag_stores: int
     """Epoch words that are written with release."""
-    pushes: int
-    """Cell stores that may be there several times, where the compiler unrolls the loop over the cells."""
 
 
-def expected(protocol: Protocol, n: int) -> Expected | None:
-    """The accesses of a protocol's kernel among n ranks; None where nobody has counted them."""
-    if protocol.name == "barrier.one_shot":
-        return Expected(cell_loads=n, cell_stores=1, flag_loads=2 * 2, flag_stores=1, pushes=1)
-    if not protocol.encodings or protocol.baseline:
-        return None
-    rounds = protocol.algorithm.rounds
-    phases = protocol.encodings if len(protocol.encodings) == rounds else protocol.encodings * rounds
-    # Looks, one for each rank, the own one predicated off. A unit wider than an access is looked at once more as a whole.
-    loads = sum(n * (2 if e.unit_bytes > e.access_bytes else 1) for e in phases)
+def expected(protocol: Protocol, n: int) -> Expected:
+    """The accesses of a protocol's kernel among n ranks."""
+    phases = protocol.encodings
+    # A unit wider than an access is looked at once more as a whole.
+    loads = sum(
+        looks * (2 if e.unit_bytes > e.access_bytes else 1)
+        for e, (_, looks) in zip(phases, _sites(protocol, n), strict=True)
+    )
+    pushes = sum(pushes for pushes, _ in _sites(protocol, n))
     # Setting back: both halves of each rank's slot, once for each region.
-    rearming = sum(2 * n for e in set(phases) if e.rearm_bytes_per_cell == CELL_WIDTH)
-    pushes = rounds * (n - 1)
+    regions = {e.name: e for e in phases}.values()
+    rearming = sum(2 * n for e in regions if e.rearm_bytes_per_cell == CELL_WIDTH)
     # A flag is looked at once before the clock is thought of, and then in the wait.
     chunked = sum(e.max_chunks > 0 for e in phases)
-    return Expected(loads, pushes + rearming, 2 * chunked, chunked, pushes)
+    return Expected(loads, pushes + rearming, 2 * chunked, chunked)
+
+
+def _sites(protocol: Protocol, n: int) -> list[tuple[int, int]]:
+    """For each phase: stores of cells where it pushes, and loads of cells where it looks for what was pushed.
+
+    A thread that has something for all peers pushes it to all at once, and one that adds takes all ranks' cells at once,
+    its own rank's predicated off. Where a peer gets, or is the source of, a cell of its own, a thread speaks with one peer.
+    """
+    phases = protocol.algorithm.phases
+    return [(1 if p == "shard" and k == 0 else n - 1, 1 if k > 0 else n) for k, p in enumerate(phases)]
 
 
 CELL_WIDTH, WORD_WIDTH = 16, 4
 
 
 def slot_faults(protocol: Protocol, n: int, listing: Listing, unrolled: bool = False) -> list[str]:
-    """What a slot listing has that contradicts the protocol's encoding; empty if all is well.
+    """What the slot listing of an encoded protocol has that contradicts its encodings; empty if all is well.
 
     Checked: nothing weaker than STRONG.SYS touches a slot, nothing has another width than a cell or a word, each wait
     polls, and as many accesses as can be counted are there; with `unrolled`, or more where a loop was unrolled.
     """
     found = []
     slots = [a for a in listing.accesses if a.space != "shared"]
-    words_only_written = all(not e.max_chunks for e in protocol.encodings) and protocol.encodings != ()
+    words_only_written = not any(e.max_chunks for e in protocol.encodings)
     for a in slots:
         if a.strength != "strong.sys":
             found.append(f"{a} may touch a slot and is not a strong access of system scope")
@@ -615,15 +640,15 @@ def slot_faults(protocol: Protocol, n: int, listing: Listing, unrolled: bool = F
                 found.append(f"{a} reads a word of a cell")
             elif not a.ordered:
                 found.append(f"{a} is a poll of a flag without acquire")
-    # A round of polling looks at all ranks' cells, or at one word. The compiler does not always see that cells behind a flag
-    # are never waited for, and keeps a wait for them: it polls as well, and is never entered.
-    lawful = {(n, 0)} if words_only_written else {(0, 1), (n, 0)}
+    # A round of polling looks at all cells that a thread waits for, or at one word. The compiler does not always see that
+    # cells behind a flag are never waited for, and keeps a wait for them: it polls as well, and is never entered.
+    lawful = {(looks, 0) for _, looks in _sites(protocol, n)} | (set() if words_only_written else {(0, 1)})
     for wait in listing.waits:
         loads = [a for a in wait.accesses if a.space == "global" and a.kind == "load"]
         polls = _count(loads, "load", CELL_WIDTH), _count(loads, "load", WORD_WIDTH)
         if polls not in lawful:
             found.append(f"the wait at {wait.clock_at:#06x} polls {polls[0]} cells and {polls[1]} words in a round")
-    if len([w for w in listing.waits if w.accesses]) < max(1, len(protocol.encodings)):
+    if len(listing.waits) < len(protocol.encodings):
         found.append(f"{len(listing.waits)} waits look at the clock")
     counted = expected(protocol, n)
     have = Expected(
@@ -631,20 +656,34 @@ def slot_faults(protocol: Protocol, n: int, listing: Listing, unrolled: bool = F
         cell_stores=_count(slots, "store", CELL_WIDTH),
         flag_loads=_count(slots, "load", WORD_WIDTH),
         flag_stores=sum(a.kind == "store" and a.nbytes == WORD_WIDTH and a.ordered for a in slots),
-        pushes=0,
     )
-    if counted is None:
-        if have.cell_stores < n - 1:
-            found.append(f"{have.cell_stores} stores of cells, fewer than peers")
-        return [f"{protocol.name}, n = {n}: {fault}" for fault in found]
     more = have.cell_stores - counted.cell_stores
-    if unrolled and more > 0 and more % (n - 1) == 0:
+    if unrolled and more > 0 and more % min(pushes for pushes, _ in _sites(protocol, n)) == 0:
         more = 0
     found += [f"{have.cell_stores} stores of cells, not {counted.cell_stores}"] if more else []
     for what in ("cell_loads", "flag_loads", "flag_stores"):
         if getattr(have, what) != getattr(counted, what):
             found.append(f"{getattr(have, what)} {what.replace('_', ' ')}, not {getattr(counted, what)}")
     return [f"{protocol.name}, n = {n}: {fault}" for fault in found]
+
+
+def baseline_faults(protocol: Protocol, listing: Listing) -> list[str]:
+    """What the listing of a baseline's kernel, as it runs, has that no protocol may have.
+
+    Baselines access slots as their originals do. What they share: polls poll, strong accesses are cells or words, and
+    nothing is read by the non-coherent path, which may be older than what a barrier promised.
+    """
+    found = []
+    for a in listing.accesses:
+        if a.space not in ("global", "generic") or a.strength not in ("strong.sys", "strong.gpu", "weak"):
+            found.append(f"{a} is no access that a kernel here makes")
+        if a.strength == "strong.sys" and a.nbytes not in (CELL_WIDTH, WORD_WIDTH):
+            found.append(f"{a} has neither the width of a cell nor of a word")
+    idle = [w for w in listing.waits if not any((a.kind, a.strength) == ("load", "strong.sys") for a in w.accesses)]
+    found += [f"the wait at {wait.clock_at:#06x} polls nothing" for wait in idle]
+    if not listing.waits:
+        found.append("no wait looks at the clock")
+    return [f"{protocol.name}: {fault}" for fault in found]
 
 
 def _count(accesses: Iterable[Access], kind: str, nbytes: int) -> int:
@@ -656,7 +695,7 @@ def _count(accesses: Iterable[Access], kind: str, nbytes: int) -> int:
 
 @dataclass(frozen=True)
 class CodeSummary:
-    """Counts of a kernel's machine code, for a table beside measured times. Slots only; see `slot_listing`."""
+    """Counts of a kernel's machine code, for a table beside measured times."""
 
     protocol: str
     dtype: str
@@ -674,13 +713,14 @@ class CodeSummary:
     polls_per_round: tuple[int, ...]
     """Loads of slots in each wait's loop."""
     resident_blocks: int
-    """Blocks of `MAX_THREADS` threads on one SM."""
+    """Blocks, of as many threads as the kernel is compiled for, on one SM."""
 
 
 def summary(spec: Specialisation, arch: str) -> CodeSummary:
     """What a kernel's machine code has, as numbers."""
     cubin = compile_specialisation(spec, arch)
-    listing = slot_listing(spec, arch)
+    # A baseline's listing is that of the kernel as it runs: its STRONG.SYS stores include those to the error record.
+    listing = slot_listing(spec, arch) if spec.protocol.encodings else disassemble(cubin)
     slots = [a for a in listing.accesses if a.space == "global" and a.strength == "strong.sys"]
     polls = [[a for a in w.accesses if a in slots and a.kind == "load"] for w in listing.waits]
 
@@ -699,5 +739,5 @@ def summary(spec: Specialisation, arch: str) -> CodeSummary:
         system_loads=by_width("load"),
         system_stores=by_width("store"),
         polls_per_round=tuple(len(p) for p in polls),
-        resident_blocks=architecture(arch).resident_blocks(cubin.registers, MAX_THREADS),
+        resident_blocks=architecture(arch).resident_blocks(cubin.registers, cubin.threads),
     )

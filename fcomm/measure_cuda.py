@@ -48,6 +48,7 @@ def _backend(comm: Communicator) -> CudaBackend:
 def _compile(backend: CudaBackend, name: str, header: str, call: str, world_size: int) -> Any:
     lines = [
         f"#define FC_N {world_size}",
+        "#define FC_ALIGNED 1",
         f"#define FC_MAX_THREADS {MAX_THREADS}",
         f'#include "{header}"',
         f"FC_KERNEL(({call}))",
@@ -297,7 +298,7 @@ class FloorCalls(GraphCalls):
             params = np.zeros(1, params_dtype(comm.world_size))
             params["in"], params["out"] = ring.inputs[k].data.ptr, ring.outputs[k].data.ptr
             params["nbytes"] = case.nbytes
-            params["reserved"] = ring.copies
+            params["copies"] = ring.copies
             calls.append(lambda p=params: backend.launch_once(kernel, shape, p, self.stream.ptr))  # type: ignore[misc]
         return calls
 

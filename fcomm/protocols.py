@@ -7,7 +7,7 @@ entry in `ENCODINGS`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
@@ -18,6 +18,9 @@ from fcomm.sizes import round_up
 
 CELL_BYTES = 16
 """Bytes of a cell: what one thread reads or writes of a slot at a time, in every encoding."""
+
+MAX_THREADS = 512
+"""Threads per block that kernels are compiled for, if their algorithm says nothing else: 128 registers for each."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,43 @@ class Encoding:
 
 
 @dataclass(frozen=True)
+class GpuShare:
+    """What of a GPU a rank may use: the same words on all ranks, the smallest share where shares differ."""
+
+    architecture: str
+    """Compute capability, as in "9.0"; empty without a GPU."""
+    sms: int
+    sms_total: int
+
+    @property
+    def family(self) -> str:
+        return "blackwell" if self.architecture.split(".")[0] in ("10", "11", "12") else "hopper"
+
+
+HOPPER = GpuShare("9.0", 132, 132)
+
+
+@dataclass(frozen=True)
+class GridRule:
+    """The launch shape that a baseline's authors set, where the caller names none."""
+
+    threads: tuple[int, ...]
+    """Threads per block: the fewest of these that cover the message in one pass, else the last."""
+    blocks: Mapping[str, int] | None = None
+    """Blocks by family of GPUs, of which a rank that shares its GPU takes its share; None: one for each SM."""
+    fixed: bool = False
+    """The kernel counts by the block: all calls of a communicator's channel, on all ranks, have one number of blocks."""
+
+    def shape(self, cells: int, gpu: GpuShare) -> tuple[int, int]:
+        """(blocks, threads) for that many cells."""
+        blocks = gpu.sms if self.blocks is None else round(self.blocks[gpu.family] * gpu.sms / gpu.sms_total)
+        if not self.fixed:
+            blocks = min(blocks, -(-cells // self.threads[-1]))
+        blocks = max(1, blocks)
+        return blocks, next((t for t in self.threads if blocks * t >= cells), self.threads[-1])
+
+
+@dataclass(frozen=True)
 class Algorithm:
     """Who sends what to whom."""
 
@@ -94,15 +134,35 @@ class Algorithm:
     """The kernel moves bytes of any type unchanged, instead of adding elements."""
     baseline: bool = False
     own_contract: bool = False
-    """The result follows the original's rules instead of the reduction contract (a baseline that is faithful to them)."""
+    """Results, or what is accepted, follow the original's rules instead of the contract (a baseline faithful to them)."""
     regions: tuple[str, ...] = ()
     extra_rounds: int = 0
     """Dependent hops beside the phases: a baseline's barriers."""
+    needs: frozenset[str] = frozenset({"acquire_release"})
+    """Capabilities of the link that it relies on, where no encoding says so."""
+    floats_only: bool = False
+    granule: int = 1
+    """Messages are multiples of so many bytes, and arrays aligned to them."""
+    max_ranks: int = 0
+    """Most ranks that it is made for; 0: any number."""
+    grid: GridRule | None = None
+    max_threads: int = MAX_THREADS
+    """Threads per block that its kernel is compiled for."""
+    in_place_staging: bool = False
+    """The result may lie in the staging buffer itself."""
+    forms: Callable[[int, int, str], str] | None = None
+    """The name stands for others: which one, by message bytes, world size and family of GPUs. Kernel, header, regions
+    and phases are then those of the form for small messages."""
 
     @property
     def rounds(self) -> int:
         """Dependent hops of one call."""
         return len(self.phases) + self.extra_rounds
+
+
+def _v2_form(nbytes: int, world_size: int, family: str) -> str:
+    push_up_to = V2_PUSH_UP_TO[family].get(world_size, 0)
+    return "custom_ar_v2.push" if nbytes <= push_up_to else "custom_ar_v2.pull_two_shot"
 
 
 SHARD_GRANULE = 16
@@ -138,13 +198,20 @@ class Protocol:
     def needs(self) -> frozenset[str]:
         """Capabilities that every link between the ranks must have."""
         needs = frozenset[str]().union(*(e.needs for e in self.encodings))
-        return needs if self.encodings else frozenset({"acquire_release"})
+        return needs if self.encodings else self.algorithm.needs
 
-    def wire_bytes(self, nbytes: int, world_size: int) -> int:
+    def at(self, nbytes: int, world_size: int, gpu: GpuShare = HOPPER) -> Protocol:
+        """The protocol that a message of that size runs: itself, or the form that a name for several stands for."""
+        forms = self.algorithm.forms
+        return self if forms is None else protocols()[forms(nbytes, world_size, gpu.family)]
+
+    def wire_bytes(self, nbytes: int, world_size: int, gpu: GpuShare = HOPPER) -> int:
         """Bytes that one rank sends (or, for baselines that pull, reads) over its link in one call, evidence included.
 
         The rank that sends most; `nbytes` is the message, for all-gather the bytes of one rank.
         """
+        if self.algorithm.forms is not None:
+            return self.at(nbytes, world_size, gpu).wire_bytes(nbytes, world_size)
         peers = world_size - 1
         total = 0
         for k, phase in enumerate(self.algorithm.phases):
@@ -160,8 +227,13 @@ class Protocol:
                 total += sum(encoding.wire_bytes(length) for length in lengths[:-1])
         return total
 
-    def refusal(self, dtype: str | None, world_size: int, capabilities: frozenset[str]) -> str | None:
-        """Why this protocol may not run here, in one clause; None if it may. `dtype=None` asks about the link alone."""
+    def refusal(
+        self, dtype: str | None, world_size: int, capabilities: frozenset[str], nbytes: int | None = None
+    ) -> str | None:
+        """Why this protocol may not run here, in one clause; None if it may.
+
+        `dtype=None` asks about the link alone, `nbytes=None` about messages of a size that suits it.
+        """
         if world_size < 2:
             return "one rank has nobody to exchange with"
         if dtype is not None and not self.algorithm.moves_bytes and dtype not in {t.name for t in self.dtypes}:
@@ -169,6 +241,10 @@ class Protocol:
         missing = sorted(self.needs - capabilities)
         if missing:
             return f"the link between the ranks lacks {', '.join(missing)}"
+        if self.algorithm.max_ranks and world_size > self.algorithm.max_ranks:
+            return f"it is made for 2 to {self.algorithm.max_ranks} ranks"
+        if nbytes is not None and nbytes % self.algorithm.granule:
+            return f"it takes multiples of {self.algorithm.granule} bytes, not {nbytes}"
         return None
 
 
@@ -191,6 +267,47 @@ ENCODINGS: Mapping[str, Encoding] = MappingProxyType(
     }
 )
 
+_MIB = 1 << 20
+V2_PUSH_UP_TO: Mapping[str, Mapping[int, int]] = MappingProxyType(
+    {
+        family: MappingProxyType({n: int(mib * _MIB) for n, mib in zip(range(2, 9), sizes, strict=True)})
+        for family, sizes in {
+            "hopper": (16, 1.25, 0.375, 0.1875, 0.125, 0.125, 0.125),
+            "blackwell": (8, 4, 1.125, 1.5, 1, 0.625, 0.5),
+        }.items()
+    }
+)
+"""Largest message in bytes, by family of GPUs and world size, for which custom AR v2 pushes; beyond, its two-shot pull."""
+
+_VLLM_GRID = GridRule((512,), MappingProxyType({"hopper": 36, "blackwell": 36}))
+_V2_THREADS = (128, 256, 512, 1024)
+_V2_GRIDS = {
+    "push": GridRule(_V2_THREADS, fixed=True),
+    "pull": GridRule(_V2_THREADS[:3], MappingProxyType({"hopper": 64, "blackwell": 96}), fixed=True),
+}
+_V2_NEEDS = frozenset({"atomic4", "acquire_release"})
+
+
+def _v2(
+    name: str,
+    kernel: str,
+    phases: tuple[str, ...],
+    form: str,
+    collective: str = "all_reduce",
+    needs: frozenset[str] | None = None,
+    in_place_staging: bool = False,
+    forms: Callable[[int, int, str], str] | None = None,
+) -> Algorithm:
+    push = form == "push"
+    return Algorithm(
+        name, collective, kernel, "baseline/custom_ar_v2.cuh", phases, encoded=False, baseline=True, own_contract=True,
+        regions=("v2_slots" if push else "staging", f"v2_{form}_state"), extra_rounds=0 if push else 2,
+        needs=needs or frozenset({"atomic4" if push else "acquire_release"}), floats_only=True, granule=CELL_BYTES,
+        max_ranks=8, grid=_V2_GRIDS["push" if push else "pull"], max_threads=1024 if push else 512,
+        in_place_staging=in_place_staging, forms=forms,
+    )  # fmt: skip
+
+
 ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
     {
         a.name: a
@@ -201,7 +318,29 @@ ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
             Algorithm("reduce_scatter", "reduce_scatter", "reduce_scatter", "algo/reduce_scatter.cuh", ("shard",)),
             Algorithm(
                 "barrier.one_shot", "all_reduce", "barrier_one_shot", "baseline/barrier.cuh", ("whole",),
-                encoded=False, baseline=True, regions=("staging", "barrier_flags"), extra_rounds=1,
+                encoded=False, baseline=True, regions=("staging", "barrier_flags"), extra_rounds=2, grid=_VLLM_GRID,
+            ),
+            Algorithm(
+                "barrier.two_shot", "all_reduce", "barrier_two_shot", "baseline/barrier.cuh", ("shard", "shard"),
+                encoded=False, baseline=True, regions=("staging", "barrier_flags"), extra_rounds=2, grid=_VLLM_GRID,
+            ),
+            Algorithm(
+                "barrier.all_gather", "all_gather", "barrier_all_gather", "baseline/barrier.cuh", ("whole",),
+                encoded=False, baseline=True, regions=("staging", "barrier_flags"), extra_rounds=2, grid=_VLLM_GRID,
+                moves_bytes=True,
+            ),
+            _v2("custom_ar_v2", "custom_ar_v2_push", ("whole",), "push", needs=_V2_NEEDS, forms=_v2_form),
+            _v2("custom_ar_v2.push", "custom_ar_v2_push", ("whole",), "push"),
+            _v2("custom_ar_v2.pull_one_shot", "custom_ar_v2_pull_one_shot", ("whole",), "pull_one_shot"),
+            _v2(
+                "custom_ar_v2.pull_two_shot", "custom_ar_v2_pull_two_shot", ("shard", "shard"), "pull_two_shot",
+                in_place_staging=True,
+            ),
+            _v2("sentinel.all_gather", "sentinel_all_gather", ("whole",), "push", collective="all_gather"),
+            Algorithm(
+                "lamport_fp", "all_reduce", "lamport_fp_one_shot", "baseline/lamport_fp.cuh", ("whole",),
+                encoded=False, baseline=True, own_contract=True, regions=("lamport_fp", "lamport_fp_state"),
+                needs=frozenset({"atomic4"}), floats_only=True, granule=CELL_BYTES, max_ranks=8,
             ),
         )
     }
@@ -229,7 +368,7 @@ def _build() -> tuple[dict[str, Protocol], dict[str, str]]:
     found: dict[str, Protocol] = {}
     left_out: dict[str, str] = {}
     for a in ALGORITHMS.values():
-        dtypes = (BYTES,) if a.moves_bytes else tuple(REDUCIBLE.values())
+        dtypes = (BYTES,) if a.moves_bytes else tuple(t for t in REDUCIBLE.values() if t.is_float or not a.floats_only)
         if not a.encoded:
             found[a.name] = Protocol(a.name, a, (), a.regions, dtypes)
             continue

@@ -6,8 +6,6 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-import platformdirs
-
 from fcomm.errors import ArgumentError
 
 
@@ -70,7 +68,9 @@ def checked() -> bool:
 def cache_dir() -> Path:
     """Folder for compiled kernels and fitted models, for this user alone."""
     value = _get("FCOMM_CACHE_DIR")
-    return Path(value) if value else Path(platformdirs.user_cache_dir("flash-comm"))
+    if value:
+        return Path(value)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flash-comm"
 
 
 def compiler() -> str | None:

@@ -13,10 +13,9 @@ from pathlib import Path
 
 from fcomm.dtypes import ElementType
 from fcomm.errors import SetupError
+from fcomm.protocols import MAX_THREADS as MAX_THREADS
 from fcomm.protocols import Protocol
 
-MAX_THREADS = 512
-"""Threads per block that kernels are compiled for; leaves each thread 128 registers."""
 OPTIONS = ("-std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
 """What NVRTC is told: IEEE arithmetic, no flush to zero, no contraction."""
 
@@ -40,10 +39,12 @@ class Specialisation:
     protocol: Protocol
     dtype: ElementType
     world_size: int
+    aligned: bool = True
+    """For arrays and messages at multiples of 16 bytes only (compiled in on GPUs; a host's kernel is told at run time)."""
 
     @property
     def name(self) -> str:
-        return f"{self.protocol.name}-{self.dtype.name}-n{self.world_size}"
+        return f"{self.protocol.name}-{self.dtype.name}-n{self.world_size}{'' if self.aligned else '-any'}"
 
     def root_text(self) -> str:
         """The few lines that include a kernel and instantiate it."""
@@ -52,8 +53,10 @@ class Specialisation:
         arguments = ", ".join([*wires, f"fc::{self.dtype.kernel_type}"])
         return "\n".join(
             [
+                f"// {self.name}",
                 f"#define FC_N {self.world_size}",
-                f"#define FC_MAX_THREADS {MAX_THREADS}",
+                f"#define FC_ALIGNED {int(self.aligned)}",
+                f"#define FC_MAX_THREADS {self.protocol.algorithm.max_threads}",
                 *(f'#include "{h}"' for h in headers),
                 f"FC_KERNEL((fc::{self.protocol.algorithm.kernel}<{arguments}>))",
                 "",

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+import random
 import shutil
 import subprocess
+import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -97,15 +99,24 @@ def mps_is_dead() -> bool:
     return mps_control().exists() and shutil.which(_MPS_TOOL) is not None and _ask_mps() is None
 
 
-def _ask_mps() -> str | None:
-    """The daemon's list of servers (it starts one for its first client); None if it does not answer."""
-    try:
-        done = subprocess.run(
-            [_MPS_TOOL], input="get_server_list\n", capture_output=True, text=True, timeout=10, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
+def _ask_mps(patience_s: float = 10.0) -> str | None:
+    """The daemon's list of servers (it starts one for its first client); None if it does not answer.
+
+    It speaks with one at a time and turns others away, so the ranks, which all ask at once, try again.
+    """
+    end = time.monotonic() + patience_s
+    while True:
+        try:
+            done = subprocess.run(
+                [_MPS_TOOL], input="get_server_list\n", capture_output=True, text=True, timeout=patience_s, check=False
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        if done.returncode == 0:
+            return done.stdout.strip()
+        if time.monotonic() > end:
+            return None
+        time.sleep(random.uniform(0.05, 0.3))
 
 
 def describe_device(ordinal: int) -> Device:

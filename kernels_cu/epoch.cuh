@@ -7,23 +7,41 @@ namespace fc {
 
 constexpr u32 kFirstEpoch = 2;  // 0 is never evidence (cleared slots hold it); starting over at 2 keeps the parity
 
-FC_DEVICE Control* control(const Params& p) { return reinterpret_cast<Control*>(p.slab[p.rank] + p.control); }
+FC_DEVICE Control* control(const Params& p) { return reinterpret_cast<Control*>(p.control); }
 
 FC_DEVICE u32 epoch_after(u32 e) { return e == 0xffffffffu ? kFirstEpoch : e + 1; }
 
-// Advances the epoch once per grid: by the last block of which every thread has read it.
+// Advances the rank-local words once per grid, by the last block of which every thread has read them. In two steps: the
+// ticket is drawn early, and what it says is looked at when the block has nothing else to do, since an atomic takes about as
+// long to answer as a peer's data to arrive.
 //
-// Called by all threads of a block after they used the words that they read at the start (at least `if (poison) return`),
-// so their loads have completed; the block's barrier puts them before its ticket, and the last ticket before the store. A
-// relaxed ticket suffices: nothing but these rank-local words is handed over, and the next grid reads them behind a kernel
-// boundary. Returns true in one thread of the grid, which then may change the other words that all have read.
+// draw() is called by all threads of a block after they used the words that they read at the start (at least for
+// `if (poisoned) return`), so their loads have completed; the block's barrier puts them before its ticket, and the last
+// ticket comes before the stores that follow settle(). A relaxed ticket suffices: nothing but these words is handed over,
+// and the next grid reads them behind a kernel boundary.
+class Ticket {
+ public:
+  FC_DEVICE void draw(const Params& p) {
+    block_barrier();
+    drawn_ = 0;
+    if (threadIdx.x == 0) drawn_ = atomic_inc_wrap(&control(p)->ticket, gridDim.x - 1);
+  }
+  // Advances the epoch; true in the one thread of the grid that did, which then may change the other words.
+  FC_DEVICE bool settle(const Params& p, u32 e) const {
+    if (threadIdx.x != 0 || drawn_ != gridDim.x - 1) return false;
+    st_relaxed_gpu(&control(p)->epoch, epoch_after(e));
+    return true;
+  }
+
+ private:
+  u32 drawn_;
+};
+
+// Both steps at once, for a caller that has nothing to do in between.
 FC_DEVICE bool advance_epoch(const Params& p, u32 e) {
-  block_barrier();
-  if (threadIdx.x != 0) return false;
-  Control* c = control(p);
-  if (atomic_inc_wrap(&c->ticket, gridDim.x - 1) != gridDim.x - 1) return false;
-  st_relaxed_gpu(&c->epoch, epoch_after(e));
-  return true;
+  Ticket ticket;
+  ticket.draw(p);
+  return ticket.settle(p, e);
 }
 
 // Clears stale evidence: one call's share of it. A slot's tail may still hold the evidence of a large call that was made

@@ -57,25 +57,28 @@ struct ErrorRecord {
   u32 reserved[15];
 };
 
+// In the order in which a call comes to need it: a launch starts with cold constant memory, line by line.
 struct Params {
-  u64 slab[FC_N];  // base address of every rank's slab, as seen by this rank
+  u32 rank;
+  u32 scrub_from;  // first epoch of the scrubbing window; the window ends where the epoch wraps
+  u64 control;     // address of this channel's Control
   u64 in;          // these five are the call's own: input, output, message bytes ...
   u64 out;
   u64 nbytes;
-  u64 stride;   // ... and, where every rank has a part of it: bytes from one part's start to the next's,
-  u64 part;     // and the length of the longest part
-  u64 control;  // bytes from the start of the slab to this channel's Control
-  u64 error;    // address of this channel's ErrorRecord
-  u64 timeout_ns;
+  u64 stride;        // ... and, where every rank has a part of it: bytes from one part's start to the next's,
+  u64 part;          // and the length of the longest part
   Region region[2];  // of the first and the second phase
+  u64 slab[FC_N];    // base address of every rank's slab, as seen by this rank
+  u64 error;         // address of this channel's ErrorRecord
+  u64 timeout_ns;
   u64 scrub_offset;  // bytes from the start of the slab: the epoch-evidenced regions of copy 0, contiguous
   u64 scrub_stride;  // bytes to the same regions of copy 1
   u64 scrub_bytes;
-  u32 scrub_from;   // first epoch of the scrubbing window; the window ends where the epoch wraps
   u32 scrub_cells;  // 16-byte cells scrubbed per call in that window
-  u32 rank;
   u32 channel;
   u32 protocol;  // index in the registry, for the error record
+  u32 aligned;   // hosts only: see all_aligned()
+  u32 copies;    // of the input in the output, for the floor's kernel
   u32 reserved;
 };
 

@@ -14,70 +14,111 @@ struct Span {
   u32 bytes;
 };
 
-// Alignment is a local fact: it picks a code path here and never the layout on the wire.
-FC_DEVICE bool aligned(u64 address, u32 bytes) { return (address & (bytes - 1)) == 0; }
+// Whether input, output, message and parts of it all begin and end at multiples of 16 bytes. A local fact: it picks a code
+// path and never the layout on the wire. On a GPU it is compiled in, since the other path is long and a launch's first
+// instructions are fetched while everyone waits; on a host it is a word of the argument.
+FC_DEVICE bool all_aligned(const Params& p) {
+#ifdef FC_CPU
+  return p.aligned != 0;
+#else
+  return FC_ALIGNED;
+#endif
+}
 
-// Reads span.bytes (at most 4 * kWords) of a message of `nbytes` at `base`; what lies beyond its end reads as zero.
-// kElement is the size of the elements: no array is aligned to less.
-template <int kWords, int kElement>
-FC_DEVICE Payload load_payload(u64 base, u64 nbytes, Span span) {
+// How an encoding's cells lie in an aligned message: in pieces of kGrain bytes; kWhole where no cell sticks out at its end.
+template <int kWordsOfCell, u32 kGrainBytes, bool kNoneSticksOut>
+struct Geometry {
+  static constexpr int kWords = kWordsOfCell;
+  static constexpr u32 kGrain = kGrainBytes;
+  static constexpr bool kWhole = kNoneSticksOut;
+};
+typedef Geometry<4, 16, true> WholeCells;
+
+// Elements of a size, where their type does not matter.
+template <int kElementBytes>
+struct Elements {
+  static constexpr int kElement = kElementBytes;
+};
+
+FC_DEVICE bool within(u32 offset, Span span, u64 nbytes) {
+  return offset < span.bytes && span.offset + offset < nbytes;
+}
+
+// Reads a span of the message of `nbytes` at `base`; what lies beyond the message's end reads as zero.
+// G: an encoding, or a Geometry. T: element type; no array is aligned to less than its size.
+template <class G, class T>
+FC_DEVICE Payload load_payload(const Params& p, u64 base, u64 nbytes, Span span) {
   Payload v = {{0, 0, 0, 0}};
   const u64 at = base + span.offset;
-  const bool whole = span.offset + span.bytes <= nbytes;
-  if (kWords == 4 && whole && span.bytes == 16 && aligned(at, 16)) {
+  if (!all_aligned(p)) {
+#pragma unroll
+    for (int i = 0; i < G::kWords * 4 / T::kElement; i++) {
+      const u32 o = u32(T::kElement) * i;
+      if (within(o, span, nbytes)) {
+        u32 x;
+        if constexpr (T::kElement == 4) {
+          x = ld_plain(reinterpret_cast<const u32*>(at + o));
+        } else if constexpr (T::kElement == 2) {
+          x = ld_plain(reinterpret_cast<const u16*>(at + o));
+        } else {
+          x = ld_plain(reinterpret_cast<const u8*>(at + o));
+        }
+        v.w[o / 4] |= x << (8 * (o % 4));
+      }
+    }
+  } else if constexpr (G::kGrain == 16) {
     const Cell c = ld_plain(reinterpret_cast<const Cell*>(at));
     for (int i = 0; i < 4; i++) v.w[i] = c.w[i];
-  } else if (kWords != 3 && whole && span.bytes == 8 && aligned(at, 8)) {
-    const u64 x = ld_plain(reinterpret_cast<const u64*>(at));
-    v.w[0] = u32(x);
-    v.w[1] = u32(x >> 32);
-  } else if (kElement == 4 || (whole && aligned(at, 4))) {
+  } else if constexpr (G::kGrain == 8) {
 #pragma unroll
-    for (int i = 0; i < kWords; i++) {
-      const u32 o = 4u * i;
-      if (o < span.bytes && span.offset + o < nbytes) v.w[i] = ld_plain(reinterpret_cast<const u32*>(at + o));
+    for (int i = 0; i < G::kWords; i += 2) {
+      if (G::kWhole || within(4u * i, span, nbytes)) {
+        const u64 x = ld_plain(reinterpret_cast<const u64*>(at + 4 * i));
+        v.w[i] = u32(x);
+        v.w[i + 1] = u32(x >> 32);
+      }
     }
   } else {
 #pragma unroll
-    for (int i = 0; i < kWords * (4 / kElement); i++) {
-      const u32 o = u32(kElement) * i;
-      if (o < span.bytes && span.offset + o < nbytes) {
-        const u32 x = kElement == 2 ? u32(ld_plain(reinterpret_cast<const u16*>(at + o)))
-                                    : u32(ld_plain(reinterpret_cast<const u8*>(at + o)));
-        v.w[o / 4] |= x << (8 * (o % 4));
-      }
+    for (int i = 0; i < G::kWords; i++) {
+      if (within(4u * i, span, nbytes)) v.w[i] = ld_plain(reinterpret_cast<const u32*>(at + 4 * i));
     }
   }
   return v;
 }
 
 // The inverse: writes the part of the span that lies inside the message, and nothing else.
-template <int kWords, int kElement>
-FC_DEVICE void store_payload(u64 base, u64 nbytes, Span span, Payload v) {
+template <class G, class T>
+FC_DEVICE void store_payload(const Params& p, u64 base, u64 nbytes, Span span, Payload v) {
   const u64 at = base + span.offset;
-  const bool whole = span.offset + span.bytes <= nbytes;
-  if (kWords == 4 && whole && span.bytes == 16 && aligned(at, 16)) {
-    st_plain(reinterpret_cast<Cell*>(at), Cell{{v.w[0], v.w[1], v.w[2], v.w[3]}});
-  } else if (kWords != 3 && whole && span.bytes == 8 && aligned(at, 8)) {
-    st_plain(reinterpret_cast<u64*>(at), v.w[0] | u64(v.w[1]) << 32);
-  } else if (kElement == 4 || (whole && aligned(at, 4))) {
+  if (!all_aligned(p)) {
 #pragma unroll
-    for (int i = 0; i < kWords; i++) {
-      const u32 o = 4u * i;
-      if (o < span.bytes && span.offset + o < nbytes) st_plain(reinterpret_cast<u32*>(at + o), v.w[i]);
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < kWords * (4 / kElement); i++) {
-      const u32 o = u32(kElement) * i;
-      if (o < span.bytes && span.offset + o < nbytes) {
+    for (int i = 0; i < G::kWords * 4 / T::kElement; i++) {
+      const u32 o = u32(T::kElement) * i;
+      if (within(o, span, nbytes)) {
         const u32 x = v.w[o / 4] >> (8 * (o % 4));
-        if (kElement == 2) {
+        if constexpr (T::kElement == 4) {
+          st_plain(reinterpret_cast<u32*>(at + o), x);
+        } else if constexpr (T::kElement == 2) {
           st_plain(reinterpret_cast<u16*>(at + o), u16(x));
         } else {
           st_plain(reinterpret_cast<u8*>(at + o), u8(x));
         }
       }
+    }
+  } else if constexpr (G::kGrain == 16) {
+    st_plain(reinterpret_cast<Cell*>(at), Cell{{v.w[0], v.w[1], v.w[2], v.w[3]}});
+  } else if constexpr (G::kGrain == 8) {
+#pragma unroll
+    for (int i = 0; i < G::kWords; i += 2) {
+      if (G::kWhole || within(4u * i, span, nbytes)) {
+        st_plain(reinterpret_cast<u64*>(at + 4 * i), v.w[i] | u64(v.w[i + 1]) << 32);
+      }
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < G::kWords; i++) {
+      if (within(4u * i, span, nbytes)) st_plain(reinterpret_cast<u32*>(at + 4 * i), v.w[i]);
     }
   }
 }

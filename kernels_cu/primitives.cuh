@@ -10,6 +10,10 @@
 #include "cpu/primitives.hpp"
 #else
 
+#ifndef FC_ALIGNED
+#define FC_ALIGNED 0
+#endif
+
 namespace fc {
 
 #define FC_DEVICE __device__ __forceinline__
@@ -105,19 +109,43 @@ FC_DEVICE u32 atomic_exchange(u32* p, u32 value) {
 
 // ---- plain memory: the caller's arrays ------------------------------------------------------------------------------
 // Never the non-coherent path: a result may overwrite its own input.
-FC_DEVICE u8 ld_plain(const u8* p) { return *p; }
-FC_DEVICE u16 ld_plain(const u16* p) { return *p; }
-FC_DEVICE u32 ld_plain(const u32* p) { return *p; }
-FC_DEVICE u64 ld_plain(const u64* p) { return *p; }
-FC_DEVICE Cell ld_plain(const Cell* p) {
-  const uint4 v = *reinterpret_cast<const uint4*>(p);
-  return Cell{{v.x, v.y, v.z, v.w}};
+// In assembly, since the compiler takes an address that came as an integer for one of any memory (generic addressing).
+FC_DEVICE u8 ld_plain(const u8* p) {
+  u32 v;
+  asm volatile("ld.global.u8 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return u8(v);
 }
-FC_DEVICE void st_plain(u8* p, u8 v) { *p = v; }
-FC_DEVICE void st_plain(u16* p, u16 v) { *p = v; }
-FC_DEVICE void st_plain(u32* p, u32 v) { *p = v; }
-FC_DEVICE void st_plain(u64* p, u64 v) { *p = v; }
-FC_DEVICE void st_plain(Cell* p, Cell c) { *reinterpret_cast<uint4*>(p) = make_uint4(c.w[0], c.w[1], c.w[2], c.w[3]); }
+FC_DEVICE void st_plain(u8* p, u8 v) { asm volatile("st.global.u8 [%0], %1;" ::"l"(p), "r"(u32(v)) : "memory"); }
+FC_DEVICE u16 ld_plain(const u16* p) {
+  u16 v;
+  asm volatile("ld.global.u16 %0, [%1];" : "=h"(v) : "l"(p) : "memory");
+  return v;
+}
+FC_DEVICE void st_plain(u16* p, u16 v) { asm volatile("st.global.u16 [%0], %1;" ::"l"(p), "h"(v) : "memory"); }
+FC_DEVICE u32 ld_plain(const u32* p) {
+  u32 v;
+  asm volatile("ld.global.b32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+FC_DEVICE void st_plain(u32* p, u32 v) { asm volatile("st.global.b32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
+FC_DEVICE u64 ld_plain(const u64* p) {
+  u64 v;
+  asm volatile("ld.global.b64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
+FC_DEVICE void st_plain(u64* p, u64 v) { asm volatile("st.global.b64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
+FC_DEVICE Cell ld_plain(const Cell* p) {
+  Cell c;
+  asm volatile("ld.global.v4.b32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(c.w[0]), "=r"(c.w[1]), "=r"(c.w[2]), "=r"(c.w[3])
+               : "l"(p)
+               : "memory");
+  return c;
+}
+FC_DEVICE void st_plain(Cell* p, Cell c) {
+  asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(c.w[0]), "r"(c.w[1]), "r"(c.w[2]), "r"(c.w[3])
+               : "memory");
+}
 
 // ---- arithmetic -----------------------------------------------------------------------------------------------------
 // Explicitly rounded: no contraction and no flush to zero whatever the compiler's flags are.
@@ -149,6 +177,14 @@ FC_DEVICE u64 now_ns() {
   u64 t;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
   return t;
+}
+// The value is computed here, not later: work that fits into the time of a load that was just asked for.
+FC_DEVICE void compute_now(u64 v) { asm volatile("" ::"l"(v)); }
+// Dependent launch: lets the stream's next grid be scheduled before this one is over. Says nothing about memory.
+FC_DEVICE void launch_trigger() {
+#ifdef FC_DEPENDENT_LAUNCH
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
 }
 FC_DEVICE void spin_pause() {}  // a spinning warp costs its own issue slots only
 FC_DEVICE void fence_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }

@@ -23,7 +23,7 @@ import fcomm.layout
 from fcomm import checks
 from fcomm.dtypes import REDUCIBLE
 from fcomm.errors import FcommError, HangError
-from fcomm.protocols import Protocol
+from fcomm.protocols import HOPPER, V2_PUSH_UP_TO, Protocol
 
 Case = Callable[[fcomm.Communicator], None]
 CASES: dict[str, Case] = {}
@@ -39,15 +39,43 @@ def case(function: Case) -> Case:
 DTYPES = tuple(REDUCIBLE)
 
 
-def reducing(comm: fcomm.Communicator, *wanted: str) -> Iterator[tuple[Protocol, str]]:
-    """Every admitted all-reduce with every dtype it takes (of those wanted)."""
+def reducing(comm: fcomm.Communicator, *wanted: str, own_contract: bool = False) -> Iterator[tuple[Protocol, str]]:
+    """Every admitted all-reduce that keeps the contract (or every other one), with every dtype it takes (of those wanted)."""
     for p in fcomm.protocols().values():
-        if p.collective == "all_reduce":
+        if p.collective == "all_reduce" and p.algorithm.own_contract == own_contract:
             for t in p.dtypes:
                 if t.name not in (wanted or DTYPES):
                     continue
                 if p.refusal(t.name, max(comm.world_size, 2), comm.capabilities) is None:
                     yield p, t.name
+
+
+def float_dtype() -> str:
+    """A float type among those that are tested."""
+    return next(t for t in DTYPES if REDUCIBLE[t].is_float)
+
+
+ZERO_NOT_SENT = {"custom_ar_v2.push": 0.0, "sentinel.all_gather": 0.0, "lamport_fp": -0.0}
+"""The zero that stands for "not arrived" in a baseline's slots: the other one is sent in its place."""
+
+
+def as_sent(name: str, x: NDArray[Any]) -> NDArray[Any]:
+    """What of x arrives: one zero for another, where the protocol's evidence is a zero."""
+    if name not in ZERO_NOT_SENT:
+        return x
+    never = np.array(ZERO_NOT_SENT[name], x.dtype)
+    out = x.copy()
+    out[checks.bits(x) == checks.bits(never)] = -never
+    return out
+
+
+def reference(comm: fcomm.Communicator, name: str, xs: list[NDArray[Any]]) -> NDArray[Any]:
+    """The sum by the contract, of what the protocol sends."""
+    p = fcomm.protocols().get(name)
+    if p is None or comm.world_size == 1:
+        return checks.reduce_reference(xs)
+    runs = p.at(xs[0].nbytes, comm.world_size, comm.gpu or HOPPER).name
+    return checks.reduce_reference([as_sent(runs, x) for x in xs])
 
 
 def place(comm: fcomm.Communicator, host: NDArray[Any], offset: int = 0) -> Any:
@@ -75,7 +103,7 @@ def reduce_once(
     y = comm.all_reduce(x, out, protocol=name, shape=shape)
     got = comm.to_host(y)
     comm.check()
-    wrong = checks.wrong_elements(got, checks.reduce_reference(xs))
+    wrong = checks.wrong_elements(got, reference(comm, name, xs))
     assert wrong == 0, (
         f"{name} {dtype} count={count} seed={seed} shape={shape}: {wrong} wrong elements on rank {comm.rank}"
     )
@@ -142,11 +170,10 @@ def fresh_data_and_changing_sizes_in_many_calls(comm: fcomm.Communicator) -> Non
 @case
 def larger_than_a_slot(comm: fcomm.Communicator) -> None:
     """A message beyond the capacity is handled in pieces, none of it lost."""
-    for p in fcomm.protocols().values():
-        if p.collective == "all_reduce" and p.refusal(DTYPES[0], max(comm.world_size, 2), comm.capabilities) is None:
-            count = comm.layout.piece_bytes(p) // REDUCIBLE[DTYPES[0]].itemsize + 5
-            reduce_once(comm, p.name, DTYPES[0], count, (7,))
-            reduce_once(comm, p.name, DTYPES[0], 2 * count, (8,), in_place=True)
+    for p, dtype in reducing(comm, DTYPES[0]):
+        count = comm.layout.piece_bytes(p) // REDUCIBLE[dtype].itemsize + 5
+        reduce_once(comm, p.name, dtype, count, (7,))
+        reduce_once(comm, p.name, dtype, 2 * count, (8,), in_place=True)
 
 
 @case
@@ -229,7 +256,9 @@ def gathering(comm: fcomm.Communicator) -> list[str]:
     return [
         p.name
         for p in fcomm.protocols().values()
-        if p.collective == "all_gather" and p.refusal(None, ranks, comm.capabilities) is None
+        if p.collective == "all_gather"
+        and not p.algorithm.own_contract
+        and p.refusal(None, ranks, comm.capabilities) is None
     ]
 
 
@@ -276,6 +305,8 @@ def gather_changes_no_bit_of_any_type(comm: fcomm.Communicator) -> None:
     )
     types = [np.float32, np.int32, np.uint8, np.complex64, np.float64, np.bool_, np.int8, ml_dtypes.float8_e4m3fn]
     types += [ml_dtypes.bfloat16, np.float16]
+    if comm.backend.name == "cuda":
+        types.remove(ml_dtypes.float8_e4m3fn)  # CuPy has no such arrays; torch's are tested with the GPU's cases
     pattern = np.resize(words, 132).view(np.uint8)
     for name in gathering(comm):
         for t in types:
@@ -516,18 +547,18 @@ def a_hang_is_named_and_can_be_reset(comm: fcomm.Communicator) -> None:
         return
     late = n - 1
     with make(comm, timeout_s=0.3) as victim:
-        for p, dtype in reducing(comm, DTYPES[0]):
+        for p, dtype in [*reducing(comm, DTYPES[0]), *reducing(comm, float_dtype(), own_contract=True)]:
             _hang(victim, p, dtype, late)
 
 
 def _hang(comm: fcomm.Communicator, p: Protocol, dtype: str, late: int) -> None:
-    reduce_once(comm, p.name, dtype, 100, (24,))
+    reduce_once(comm, p.name, dtype, 104, (24,))
     epoch = int(comm.backend.control()["epoch"][0])
-    x = comm.from_host(np.ones(100, REDUCIBLE[dtype].numpy))
+    x = comm.from_host(np.ones(104, REDUCIBLE[dtype].numpy))
     if comm.rank != late:
         error = hang_of(comm, p.name, x)
         assert f"rank {comm.rank} gave up waiting for rank" in str(error), error
-        assert p.name in str(error), error
+        assert p.at(x.nbytes, comm.world_size).name in str(error), error
         record = {k: v for k, v in error.record.items() if k in ("rank", "epoch", "nbytes")}
         assert record == {"rank": comm.rank, "epoch": epoch, "nbytes": x.nbytes}, error.record
         # The rank that never came; with more than one hop, perhaps a rank that gave up on it. Never oneself.
@@ -537,7 +568,7 @@ def _hang(comm: fcomm.Communicator, p: Protocol, dtype: str, late: int) -> None:
             comm.all_reduce(x, protocol=p.name)
     comm.reset()
     for k in range(3):
-        reduce_once(comm, p.name, dtype, 100, (25, k))
+        reduce_once(comm, p.name, dtype, 104, (25, k))
 
 
 @case
@@ -547,6 +578,229 @@ def close_is_idempotent(comm: fcomm.Communicator) -> None:
     other.close()
     with refused("closed"):
         other.all_reduce(comm.from_host(np.ones(3, np.float32)))
+
+
+# ---- baselines with rules of their own ------------------------------------------------------------------------------
+
+FORMS = ("custom_ar_v2", "custom_ar_v2.push", "custom_ar_v2.pull_one_shot", "custom_ar_v2.pull_two_shot")
+
+
+def with_zeros(seed: tuple[int, ...], comm: fcomm.Communicator, count: int, dtype: str) -> list[NDArray[Any]]:
+    """Random data in which zeros of both signs are frequent, and some elements are zero on all ranks."""
+    n = comm.world_size
+    xs = [checks.inputs(seed, r, n, count, dtype) for r in range(n)]
+    shared = np.random.default_rng([*seed, 5]).random(count) < 0.3
+    for r, x in enumerate(xs):
+        rng = np.random.default_rng([*seed, 6, r])
+        zero = shared | (rng.random(count) < 0.2)
+        x[zero] = np.where(rng.random(count) < 0.5, 0.0, -0.0).astype(x.dtype)[zero]
+    return xs
+
+
+@case
+def baselines_of_any_admitted_length(comm: fcomm.Communicator) -> None:
+    for p, dtype in reducing(comm, own_contract=True):
+        per_granule = p.algorithm.granule // REDUCIBLE[dtype].itemsize
+        for k, granules in enumerate((1, 2, 3, 8, 31, 64, 65, 255, 700, 2500)):
+            count = granules * per_granule
+            reduce_once(comm, p.name, dtype, count, (40, k), in_place=k % 3 == 0)
+            reduce_once(comm, p.name, dtype, count, (41, k), data=with_zeros((41, k), comm, count, dtype))
+
+
+@case
+def baselines_and_special_values(comm: fcomm.Communicator) -> None:
+    """Subnormals and all NaNs pass; only one zero is another one's stand-in."""
+    n = comm.world_size
+    for p, dtype in reducing(comm, own_contract=True):
+        values = checks.special_values(dtype)
+        rng = np.random.default_rng(42)
+        for repeat in range(4):
+            xs = [np.tile(values, 16) if repeat == 0 else rng.permutation(np.tile(values, 16)) for _ in range(n)]
+            reduce_once(comm, p.name, dtype, len(xs[0]), (42,), data=xs)
+
+
+@case
+def baselines_and_every_16_bit_pattern(comm: fcomm.Communicator) -> None:
+    patterns = np.arange(65536, dtype=np.uint32).astype(np.uint16)
+    for p, dtype in reducing(comm, own_contract=True):
+        if REDUCIBLE[dtype].itemsize == 2:
+            xs = [np.roll(patterns, 257 * r).view(REDUCIBLE[dtype].numpy) for r in range(comm.world_size)]
+            reduce_once(comm, p.name, dtype, len(patterns), (43,), data=xs)
+
+
+@case
+def zero_sums_of_baselines(comm: fcomm.Communicator) -> None:
+    """The limit itself, said without the reference: a sum of +0.0 is -0.0 after a push, a sum of -0.0 is +0.0."""
+    if comm.world_size == 1:
+        return
+    for p, dtype in reducing(comm, own_contract=True):
+        for zero in (0.0, -0.0):
+            x = comm.from_host(np.full(64, zero, REDUCIBLE[dtype].numpy))
+            got = np.signbit(comm.to_host(comm.all_reduce(x, protocol=p.name)).astype(np.float32))
+            negative = {"custom_ar_v2": True, "custom_ar_v2.push": True, "lamport_fp": False}
+            want = negative.get(p.name, bool(np.signbit(zero)))
+            assert (got == want).all(), (p.name, dtype, zero)
+
+
+@case
+def baselines_in_many_calls_among_others(comm: fcomm.Communicator) -> None:
+    rng = np.random.default_rng(44)
+    own, others = list(reducing(comm, own_contract=True)), list(reducing(comm))
+    for k in range(MANY_CALLS // 3):
+        pairs = own if rng.integers(3) else others
+        p, dtype = pairs[int(rng.integers(len(pairs)))]
+        count = 8 * int(rng.choice([1, 3, 16, 50, 128, 400, 1000]))
+        data = with_zeros((44, k), comm, count, dtype) if p.algorithm.own_contract and k % 2 else None
+        reduce_once(comm, p.name, dtype, count, (44, k), in_place=bool(rng.integers(2)), data=data)
+
+
+@case
+def baselines_on_other_grids(comm: fcomm.Communicator) -> None:
+    """Blocks are fixed for each communicator where a kernel counts by them; threads are free, and differ among ranks."""
+    if comm.world_size == 1:
+        return
+    for blocks in (1, 3):
+        with make(comm) as other:
+            for p, dtype in reducing(other, own_contract=True):
+                for k, threads in enumerate((32, 96, 64)):
+                    own = (32, 64, 96)[(k + comm.rank) % 3]
+                    reduce_once(other, p.name, dtype, 1504 + 8 * k, (45, k), shape=(blocks, threads))
+                    reduce_once(other, p.name, dtype, 1504 + 8 * k, (46, k), shape=(blocks, own))
+    for k, shape in enumerate(SHAPES):  # lamport_fp counts by the call
+        reduce_once(comm, "lamport_fp", float_dtype(), 1504, (47, k), shape=shape)
+        reduce_once(comm, "lamport_fp", float_dtype(), 1504, (48, k), shape=SHAPES[(k + comm.rank) % len(SHAPES)])
+
+
+@case
+def baselines_larger_than_a_slot(comm: fcomm.Communicator) -> None:
+    for p in {p.name: p for p, _ in reducing(comm, own_contract=True)}.values():
+        count = comm.layout.piece_bytes(p) // REDUCIBLE[float_dtype()].itemsize + 8
+        reduce_once(comm, p.name, float_dtype(), count, (49,))
+        reduce_once(comm, p.name, float_dtype(), 2 * count, (50,), in_place=True)
+
+
+@case
+def limits_of_baselines_are_refused(comm: fcomm.Communicator) -> None:
+    if comm.world_size == 1:
+        return
+    element = REDUCIBLE[float_dtype()]
+    per = 16 // element.itemsize
+    x = comm.from_host(np.ones(4 * per, element.numpy))
+    for name in (*FORMS, "lamport_fp"):
+        with refused("multiples of 16 bytes", f"not {64 - element.itemsize}"):
+            comm.all_reduce(x[: 4 * per - 1], protocol=name)
+        with refused("aligned to 16 bytes"):
+            comm.all_reduce(x[1 : 1 + 3 * per], protocol=name)
+        with refused("aligned to 16 bytes"):
+            comm.all_reduce(
+                x[: 3 * per], comm.from_host(np.ones(4 * per, element.numpy))[1 : 1 + 3 * per], protocol=name
+            )
+        with refused("does not handle int32"):
+            comm.all_reduce(comm.from_host(np.ones(16, np.int32)), protocol=name)
+    for wrong in (comm.from_host(np.ones(16, np.int32)), comm.from_host(np.ones(16, np.uint8))):
+        with refused("does not handle"):
+            comm.all_gather(wrong, protocol="sentinel.all_gather")
+    for name in FORMS[1:]:
+        reduce_once(comm, name, float_dtype(), 64, (51,))
+        blocks = comm.prepare("all_reduce", x, protocol=name).blocks
+        with refused("counts its calls by the block", f"{blocks} blocks"):
+            comm.all_reduce(x, protocol=name, shape=(blocks + 1 if blocks == 1 else blocks - 1, 32))
+        with refused("takes up to"):
+            comm.all_reduce(x, protocol=name, shape=(10**6, 32))
+        reduce_once(comm, name, float_dtype(), 64, (52,), shape=(blocks, 96))
+
+
+@case
+def custom_ar_v2_goes_by_its_size_table(comm: fcomm.Communicator) -> None:
+    n = comm.world_size
+    if n == 1:
+        return
+    family = comm.gpu.family if comm.gpu else "hopper"
+    limit = V2_PUSH_UP_TO[family][n]
+    if limit > 1 << 20:
+        return
+    with make(comm, max_bytes=limit + 16) as large:
+        element = REDUCIBLE[float_dtype()]
+        for nbytes, form in ((limit, "push"), (limit + 16, "pull_two_shot")):
+            count = nbytes // element.itemsize
+            call = large.prepare("all_reduce", large.from_host(np.ones(count, element.numpy)), protocol="custom_ar_v2")
+            assert call.protocol == f"custom_ar_v2.{form}"
+            reduce_once(large, "custom_ar_v2", float_dtype(), count, (53,))
+
+
+@case
+def inputs_in_the_staging_buffer(comm: fcomm.Communicator) -> None:
+    """The copy in front of a pull is left out, on some ranks or all; the two-shot pull works in place there."""
+    n = comm.world_size
+    if n == 1:
+        return
+    dtype = float_dtype()
+    names = [p.name for p in fcomm.protocols().values() if p.collective == "all_reduce" and "staging" in p.regions]
+    for name in names:
+        for k, count in enumerate((8, 200, 1000, 4000)):
+            for everyone in (True, False):
+                xs = [checks.inputs((54, k, int(everyone)), r, n, count, dtype) for r in range(n)]
+                x = place(comm, xs[comm.rank])
+                if everyone or comm.rank % 2:
+                    view = comm.staging_view(count, dtype)
+                    view[:] = x
+                    x = view
+                out = poisoned(comm, count, dtype)
+                comm.all_reduce(x, out, protocol=name)
+                assert checks.wrong_elements(comm.to_host(out), checks.reduce_reference(xs)) == 0, (name, count)
+    view = comm.staging_view(1000, dtype)
+    for k in range(5):
+        xs = [checks.inputs((55, k), r, n, 1000, dtype) for r in range(n)]
+        view[:] = comm.from_host(xs[comm.rank])
+        comm.all_reduce(view, view, protocol="custom_ar_v2.pull_two_shot")
+        assert checks.wrong_elements(comm.to_host(view), checks.reduce_reference(xs)) == 0
+    for name in names:
+        with refused("from the buffer's start"):
+            comm.all_reduce(view[8:], protocol=name)
+        with refused("cannot put its result there"):
+            comm.all_reduce(comm.from_host(np.ones(1000, view.dtype)), view, protocol=name)
+        if name != "custom_ar_v2.pull_two_shot":
+            with refused("cannot put its result there"):
+                comm.all_reduce(view, view, protocol=name)
+    with refused("staging buffer has"):
+        comm.staging_view(1 << 30, "float32")
+
+
+@case
+def sentinel_gather(comm: fcomm.Communicator) -> None:
+    """Everything arrives but +0.0, which becomes -0.0."""
+    n = comm.world_size
+    for dtype in [t for t in DTYPES if REDUCIBLE[t].is_float]:
+        for k, count in enumerate((8, 24, 256, 1000, 8000)):
+            xs = with_zeros((56, k), comm, count, dtype)
+            if k == 3:
+                xs = [np.resize(np.roll(checks.special_values(dtype), r), count) for r in range(n)]
+            flat = np.zeros(n * count, xs[0].dtype)
+            checks.poison(flat)
+            out = comm.from_host(flat).reshape(n, count)
+            x = place(comm, xs[comm.rank])
+            if k % 2:
+                out[comm.rank] = x
+                x = out[comm.rank]
+            got = comm.to_host(comm.all_gather(x, out, protocol="sentinel.all_gather"))
+            for r in range(n):
+                want = as_sent("sentinel.all_gather", xs[r]) if n > 1 else xs[r]
+                assert got[r].tobytes() == want.tobytes(), (dtype, count, r)
+
+
+@case
+def counts_of_blocks_wrap(comm: fcomm.Communicator) -> None:
+    if comm.world_size == 1:
+        return
+    comm.mpi.Barrier()
+    for region in comm.layout.regions().values():
+        if region.name.startswith("v2_") and region.name.endswith("_state"):
+            words = np.full(region.slot_stride // 4, (1 << 32) - 4, np.uint32)
+            comm.backend.write_slab(region.offset, words.view(np.uint8))
+    comm.mpi.Barrier()
+    for k in range(8):
+        for name in FORMS[1:]:
+            reduce_once(comm, name, float_dtype(), 4000, (57, k))
 
 
 # ---- running the table ----------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fcomm.layout import SlabLayout
-from fcomm.source import Specialisation
+from fcomm.source import MAX_THREADS, Specialisation
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,20 @@ class LaunchShape:
 
     blocks: int
     threads: int
+
+
+SMALL_BLOCK = 256
+"""Threads per block of the default launch shape while its grid fits at two blocks per SM."""
+
+
+def gpu_shape(cells: int, sms: int) -> LaunchShape:
+    """The default grid of a GPU for so many 16-byte cells, before it is clamped to what may be resident."""
+    # Small blocks start sooner and spread over more SMs; two of them fit on an SM whatever the kernel's registers
+    # (MAX_THREADS bounds those). Beyond that the grid strides, and larger blocks hold more threads per ticket.
+    blocks = -(-cells // SMALL_BLOCK)
+    if blocks <= 2 * sms:
+        return LaunchShape(max(1, blocks), SMALL_BLOCK)
+    return LaunchShape(-(-cells // MAX_THREADS), MAX_THREADS)
 
 
 class Kernel(Protocol):
@@ -70,6 +84,9 @@ class Backend(Protocol):
 
     def write_control(self, words: NDArray[np.void]) -> None:
         """Replaces the control words. Nothing may be running."""
+
+    def slab(self) -> Any:
+        """The own slab as an array of bytes of the backend's kind, on the same memory."""
 
     def write_slab(self, offset: int, content: NDArray[np.uint8]) -> None:
         """Overwrites part of this rank's slab: how a test plants old evidence. Nothing may be running."""

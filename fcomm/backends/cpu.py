@@ -14,6 +14,7 @@ import shutil
 import stat
 import subprocess
 import tempfile
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -213,10 +214,14 @@ class CpuBackend:
     def write_control(self, words: NDArray[np.void]) -> None:
         self._control_words()[:] = words
 
+    def slab(self) -> NDArray[np.uint8]:
+        return self._slab
+
     def write_slab(self, offset: int, content: NDArray[np.uint8]) -> None:
         self._slab[offset : offset + content.size] = content
 
     def kernel(self, spec: Specialisation) -> CpuKernel:
+        spec = replace(spec, aligned=True)  # one kernel for both: it is told at run time
         key = (spec.protocol.name, spec.dtype.name, spec.world_size)
         if key not in self._kernels:
             self._kernels[key] = CpuKernel(build(spec))

@@ -18,7 +18,7 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from fcomm import bootstrap, interop, topology
-from fcomm.backends.base import LaunchShape, View
+from fcomm.backends.base import LaunchShape, View, gpu_shape
 from fcomm.dtypes import REDUCIBLE
 from fcomm.errors import ArgumentError, DeviceError, FcommError, SetupError
 from fcomm.layout import CONTROL_BYTES, CONTROL_DTYPE, ERROR_DTYPE, SLAB_GRANULE, SlabLayout, params_dtype
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-SMALL_BLOCK = 256
-"""Threads per block of the default launch shape while its grid fits at two blocks per SM."""
 PROBE_OFFSET = 2048
 
 _MPS_TROUBLE = {
@@ -284,7 +282,7 @@ class CudaBackend:
         self.devices: list[topology.Device] = []
         self._here = _asking(lambda: topology.describe_device(self.device))
         self._memory: SharedMemory | None = None
-        self._kernels: dict[tuple[str, str, int], CudaKernel] = {}
+        self._kernels: dict[str, CudaKernel] = {}
         self._packed: dict[int, tuple[NDArray[np.void], Any, int, int]] = {}
         self._last: list[int | None] = []
         self._asked = 0
@@ -386,7 +384,7 @@ class CudaBackend:
         params = np.zeros(1, params_dtype(n))
         assert self._memory is not None
         params["slab"] = self._memory.addresses
-        params["in"], params["rank"], params["control"] = nonce, self._mpi.rank, PROBE_OFFSET
+        params["in"], params["rank"], params["out"] = nonce, self._mpi.rank, PROBE_OFFSET
         threads = -(-n // 32) * 32
         self.launch_once(kernel, LaunchShape(1, threads), params, 0)
         self.synchronize()
@@ -460,7 +458,7 @@ class CudaBackend:
     # ---- kernels ----------------------------------------------------------------------------------------------------
 
     def kernel(self, spec: Specialisation) -> CudaKernel:
-        key = (spec.protocol.name, spec.dtype.name, spec.world_size)
+        key = spec.name
         found = self._kernels.get(key)
         if found is None:
             if (self.device, text := spec.text()) not in _loaded and _capturing(self._asked):
@@ -476,12 +474,7 @@ class CudaBackend:
         return CudaKernel(name, _asking(lambda: _load(self.device, name, text)), self.sms)
 
     def default_shape(self, cells: int) -> LaunchShape:
-        # Small blocks start sooner and spread over more SMs; two of them fit on an SM whatever the kernel's registers
-        # (MAX_THREADS bounds those). Beyond that the grid strides, and larger blocks hold more threads per ticket.
-        blocks = -(-cells // SMALL_BLOCK)
-        if blocks <= 2 * self.sms:
-            return LaunchShape(max(1, blocks), SMALL_BLOCK)
-        return LaunchShape(-(-cells // MAX_THREADS), MAX_THREADS)
+        return gpu_shape(cells, self.sms)
 
     def launch(self, kernel: CudaKernel, shape: LaunchShape, params: NDArray[np.void], stream: Any) -> None:
         packed = self._packed.get(id(params))
@@ -533,15 +526,11 @@ class CudaBackend:
         self._last[channel] = stream
 
     def _busy(self, stream: int) -> bool:
-        # CuPy's Stream.done calls the same; the runtime's function tells "not ready" by its status.
-        try:
-            self._runtime.streamQuery(stream)
-        except self._runtime.CUDARuntimeError as error:
-            if error.status == _STREAM_BUSY:
-                return True
-            if error.status in _FATAL:
-                raise translated(error, self._shared) from None
-        return False  # finished, or destroyed by its owner, which cannot be told apart and means the same
+        # CuPy returns the status of this one function instead of raising it.
+        status = int(self._runtime.streamQuery(stream))
+        if status in _FATAL:
+            raise translated(self._runtime.CUDARuntimeError(status), self._shared)
+        return status == _STREAM_BUSY  # else finished, or destroyed by its owner, which means the same
 
     def copy(self, src: View, dst: View, stream: Any) -> None:
         kind = self._runtime.memcpyDeviceToDevice

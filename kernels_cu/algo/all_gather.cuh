@@ -10,8 +10,7 @@ struct StoreAll {
   static FC_DEVICE void consume(const Params& p, Span span, Payload own, const Cell* got) {
 #pragma unroll
     for (u32 r = 0; r < FC_N; r++) {
-      store_payload<Wire::kWords, Bytes::kElement>(p.out + r * p.stride, p.nbytes, span,
-                                                   r == p.rank ? own : Wire::payload(got[r]));
+      store_payload<Wire, Bytes>(p, p.out + r * p.stride, p.nbytes, span, r == p.rank ? own : Wire::payload(got[r]));
     }
   }
 };

@@ -13,38 +13,43 @@ namespace fc {
 // waits for is pushed without waiting for anything.
 template <class Wire, class T, class Sink>
 FC_DEVICE void exchange(const Params& p) {
-  Turn<Wire> turn;
-  if (!turn.begin(p)) return;
-  const u64 cells = cells_of<Wire>(p.nbytes);
-  const Slots<Wire> slots(p, p.region[0], 0, turn);
+  const u32 cells = cells_of<Wire>(p.nbytes);
   Tiles tiles(cells, chunk_cells<Wire>(cells));
+  const auto input = [&](u32 cell) { return load_payload<Wire, T>(p, p.in, p.nbytes, Wire::span(cell)); };
 
-  // My payload of the first cell stays in registers until it is reduced. For a message that the grid covers in one pass,
-  // which is what the launch shape aims at, that is all of them.
+  // My payload of the first cell stays in registers until it is reduced; for a message that the grid covers in one pass,
+  // which is what the launch shape aims at, that is all of them. Its load is the first thing, so that it and the epoch's
+  // are on their way together: the compiler waits for the epoch as soon as it was asked for.
   Payload own = {{0, 0, 0, 0}};
+  if (tiles.more() && tiles.first() < tiles.end()) own = input(tiles.first());
+  const Turn<Wire> turn(p);
+  Slots<Wire> slots(p, p.region[0], 0);
+  if (turn.poisoned()) return;
+  slots.begin(turn);
+
   for (; tiles.more(); tiles.next()) {
-    for (u64 c = tiles.first(); c < tiles.end(); c += tiles.stride()) {
-      const Payload v = load_payload<Wire::kWords, T::kElement>(p.in, p.nbytes, Wire::span(c));
-      if (tiles.is_first(c)) own = v;
-      slots.push(c, v);
+    for (u32 c = tiles.first(); c < tiles.end(); c += tiles.stride()) {
+      slots.push(c, tiles.is_first(c) ? own : input(c));
     }
     slots.publish(tiles.index(), all_peers(p));
   }
 
-  if (advance_epoch(p, turn.epoch())) turn.record(p, cells, 0);
+  Ticket ticket;
+  ticket.draw(p);
   turn.rearm(p, p.region[0]);
   scrub(p, turn.epoch(), [&](u64 at) { return receives<Wire>(p.region[0], at, cells, 0); });
 
   for (tiles.restart(); tiles.more(); tiles.next()) {
     if (!slots.await(tiles.index(), all_peers(p))) return;
-    for (u64 c = tiles.first(); c < tiles.end(); c += tiles.stride()) {
+    for (u32 c = tiles.first(); c < tiles.end(); c += tiles.stride()) {
       // In place this is still input: a cell's output is written by the thread that owns the cell, after this.
-      if (!tiles.is_first(c)) own = load_payload<Wire::kWords, T::kElement>(p.in, p.nbytes, Wire::span(c));
+      if (!tiles.is_first(c)) own = input(c);
       Cell got[FC_N];
       if (!slots.take(c, all_peers(p), got)) return;
       Sink::consume(p, Wire::span(c), own, got);
     }
   }
+  if (ticket.settle(p, turn.epoch())) turn.record(p, cells, 0);
 }
 
 }  // namespace fc

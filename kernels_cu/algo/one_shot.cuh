@@ -10,7 +10,7 @@ struct StoreSum {
   static FC_DEVICE void consume(const Params& p, Span span, Payload own, const Cell* got) {
     const Payload sum =
         reduce_in_rank_order<T, Wire::kWords>([&](u32 r) { return r == p.rank ? own : Wire::payload(got[r]); });
-    store_payload<Wire::kWords, T::kElement>(p.out, p.nbytes, span, sum);
+    store_payload<Wire, T>(p, p.out, p.nbytes, span, sum);
   }
 };
 

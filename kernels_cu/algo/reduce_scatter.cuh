@@ -9,26 +9,31 @@ namespace fc {
 // length, so every rank waits for every other one (I1).
 template <class Wire, class T>
 FC_DEVICE void reduce_scatter(const Params& p) {
-  Turn<Wire> turn;
-  if (!turn.begin(p)) return;
+  const Turn<Wire> turn(p);
   const Shards shards(p);
-  const Slots<Wire> slots(p, p.region[0], 0, turn);
-  const u64 cells = cells_of<Wire>(p.part);
+  Slots<Wire> slots(p, p.region[0], 0);
+  if (turn.poisoned()) return;
+  slots.begin(turn);
+  const u32 cells = cells_of<Wire>(p.part);
   Tiles tiles(cells, chunk_cells<Wire>(cells));
   scatter<Wire, T>(p, shards, slots, tiles);
 
-  if (advance_epoch(p, turn.epoch())) turn.record(p, cells, 0);
+  Ticket ticket;
+  ticket.draw(p);
   turn.rearm(p, p.region[0]);
   scrub(p, turn.epoch(), [&](u64 at) { return receives<Wire>(p.region[0], at, cells, 0); });
 
   for (; tiles.more(); tiles.next()) {
     if (!slots.await(tiles.index(), all_peers(p))) return;
-    for (u64 c = tiles.first(); c < tiles.end(); c += tiles.stride()) {
+    for (u32 v = tiles.first_item(); v < tiles.items(); v += tiles.stride()) {
+      const Item i = tiles.item(v);
+      if (i.behind != 0 || i.cell >= tiles.end()) continue;
       Payload sum;
-      if (!reduce_own<Wire, T>(p, shards, slots, c, &sum)) return;
-      store_payload<Wire::kWords, T::kElement>(p.out, p.part, Wire::span(c), sum);
+      if (!reduce_own<Wire, T>(p, shards, slots, i.cell, &sum)) return;
+      store_payload<Wire, T>(p, p.out, p.part, Wire::span(i.cell), sum);
     }
   }
+  if (ticket.settle(p, turn.epoch())) turn.record(p, cells, 0);
 }
 
 }  // namespace fc

@@ -16,23 +16,23 @@ class Shards {
   }
   FC_DEVICE u64 bytes(u32 rank) const { return rank < full_ ? p_.part : rank == full_ ? rest_ : 0; }
   template <class Wire>
-  FC_DEVICE u64 cells(u32 rank) const {
+  FC_DEVICE u32 cells(u32 rank) const {
     return cells_of<Wire>(bytes(rank));
   }
   // The peers whose parts have a cell with that index.
   template <class Wire>
-  FC_DEVICE u32 peers_with(u64 cell) const {
+  FC_DEVICE u32 peers_with(u32 cell) const {
     const u32 shorter = cell < cells_of<Wire>(rest_) ? 1u << full_ : 0u;
     return ((1u << full_) - 1 | shorter) & all_peers(p_);
   }
 
   template <class Wire, class T>
-  FC_DEVICE Payload load(u64 message, u32 rank, u64 cell) const {
-    return load_payload<Wire::kWords, T::kElement>(message + rank * p_.stride, bytes(rank), Wire::span(cell));
+  FC_DEVICE Payload load(u64 message, u32 rank, u32 cell) const {
+    return load_payload<Wire, T>(p_, message + rank * p_.stride, bytes(rank), Wire::span(cell));
   }
   template <class Wire, class T>
-  FC_DEVICE void store(u64 message, u32 rank, u64 cell, Payload v) const {
-    store_payload<Wire::kWords, T::kElement>(message + rank * p_.stride, bytes(rank), Wire::span(cell), v);
+  FC_DEVICE void store(u64 message, u32 rank, u32 cell, Payload v) const {
+    store_payload<Wire, T>(p_, message + rank * p_.stride, bytes(rank), Wire::span(cell), v);
   }
 
  private:
@@ -45,12 +45,11 @@ class Shards {
 template <class Wire, class T>
 FC_DEVICE void scatter(const Params& p, const Shards& shards, const Slots<Wire>& slots, Tiles tiles) {
   for (; tiles.more(); tiles.next()) {
-    for (u64 c = tiles.first(); c < tiles.end(); c += tiles.stride()) {
-#pragma unroll
-      for (u32 j = 1; j < FC_N; j++) {
-        const u32 peer = slots.behind(j);
-        if (c < shards.cells<Wire>(peer)) slots.push_to(peer, c, shards.load<Wire, T>(p.in, peer, c));
-      }
+    for (u32 v = tiles.first_item(); v < tiles.items(); v += tiles.stride()) {
+      const Item i = tiles.item(v);
+      const u32 peer = slots.behind(i.behind);
+      if (i.behind == 0 || i.cell >= tiles.end() || i.cell >= shards.cells<Wire>(peer)) continue;
+      slots.push_to(peer, i.cell, shards.load<Wire, T>(p.in, peer, i.cell));
     }
     slots.publish(tiles.index(), shards.peers_with<Wire>(tiles.base()));
   }
@@ -58,7 +57,7 @@ FC_DEVICE void scatter(const Params& p, const Shards& shards, const Slots<Wire>&
 
 // The sum of one cell of my part; false if the wait expired.
 template <class Wire, class T>
-FC_DEVICE bool reduce_own(const Params& p, const Shards& shards, const Slots<Wire>& slots, u64 cell, Payload* sum) {
+FC_DEVICE bool reduce_own(const Params& p, const Shards& shards, const Slots<Wire>& slots, u32 cell, Payload* sum) {
   const Payload own = shards.load<Wire, T>(p.in, p.rank, cell);
   Cell got[FC_N];
   if (!slots.take(cell, all_peers(p), got)) return false;

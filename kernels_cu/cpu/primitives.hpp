@@ -24,6 +24,8 @@ struct alignas(16) Cell {
 #define gridDim   (::fc_cpu::Dim3{::fc_cpu::grid()->blocks, 1, 1})
 
 FC_DEVICE u32 lane_id() { return fc_cpu::self().thread % fc_cpu::kWarp; }
+FC_DEVICE void compute_now(u64) {}
+FC_DEVICE void launch_trigger() {}
 FC_DEVICE void spin_pause() { fc_cpu::next_fiber(); }
 FC_DEVICE void block_barrier() { fc_cpu::wait_at(fc_cpu::self().block->gate, fc_cpu::self().block->live); }
 FC_DEVICE fc_cpu::Warp& warp() { return fc_cpu::self().block->warps[fc_cpu::self().thread / fc_cpu::kWarp]; }

@@ -1,7 +1,8 @@
 // What an encoding ("wire") is to the algorithms. A wire is a struct of static functions:
 //
-//   kWords, kGroupBytes, kGroupCells   32-bit words of payload a cell carries at most; payload of a group of cells that are
-//                                      put and taken together (a line of ll128; elsewhere one cell)
+//   a Geometry                         32-bit words of payload a cell carries at most, and how they lie in a message
+//   kGroupBytes, kGroupCells           payload of a group of cells that are put and taken together, and their number (a
+//                                      line of ll128; elsewhere one cell)
 //   span(cell)                         which bytes of the message a cell carries
 //   put(slot, payload, e)              writes a cell into a peer's slot, evidence and all
 //   look(slot), ready(cell, e)         reads a cell of my own slot; whether it is the one of this call
@@ -37,7 +38,7 @@ struct PerCell {
   static FC_DEVICE Cell look(const Cell* slot) { return ld_relaxed_sys(slot); }
   static FC_DEVICE bool all_agree(bool yes) { return yes; }
   static FC_DEVICE Payload payload(Cell c) { return Payload{{c.w[0], c.w[1], c.w[2], c.w[3]}}; }
-  static FC_DEVICE bool writes(u64 inside, u64 cells) { return inside < cells * 16; }
+  static FC_DEVICE bool writes(u64 inside, u32 cells) { return inside < cells * 16ull; }
 };
 
 // Evidence is the epoch: two copies of each slot, nothing to set back.
@@ -48,12 +49,11 @@ struct EpochPerCell : PerCell {
 
 // Evidence is the absence of a sentinel: three copies, set back one call later. kState says whose counter.
 template <int kStateIndex>
-struct Sentinel : PerCell {
-  static constexpr int kWords = 4;
+struct Sentinel : PerCell, WholeCells {
   static constexpr u32 kGroupBytes = 16;
   static constexpr int kState = kStateIndex;
 
-  static FC_DEVICE Span span(u64 cell) { return Span{cell * 16, 16}; }
+  static FC_DEVICE Span span(u32 cell) { return Span{cell * 16ull, 16}; }
 };
 
 }  // namespace wire

@@ -10,24 +10,23 @@
 namespace fc {
 namespace wire {
 
-struct Flag : EpochPerCell {
-  static constexpr int kWords = 4;
+struct Flag : EpochPerCell, WholeCells {
   static constexpr u32 kGroupBytes = 16;
   static constexpr bool kChunked = true;
   static constexpr u32 kMaxChunks = 64;
   static constexpr u32 kMinChunkCells = 64;
   static constexpr u32 kHeaderBytes = kMaxChunks * 4;  // the flag words, in front of a slot's payload
 
-  static FC_DEVICE u64 chunk_cells(u64 cells) {
-    const u64 even = ((cells + kMaxChunks - 1) / kMaxChunks + 31) / 32 * 32;
+  static FC_DEVICE u32 chunk_cells(u32 cells) {
+    const u32 even = ((cells + kMaxChunks - 1) / kMaxChunks + 31) / 32 * 32;
     return even < kMinChunkCells ? kMinChunkCells : even;
   }
-  static FC_DEVICE bool writes(u64 inside, u64 cells) {
-    const u64 size = chunk_cells(cells);
-    return inside < kHeaderBytes ? inside / 4 < (cells + size - 1) / size : inside < kHeaderBytes + cells * 16;
+  static FC_DEVICE bool writes(u64 inside, u32 cells) {
+    const u32 size = chunk_cells(cells);
+    return inside < kHeaderBytes ? inside / 4 < (cells + size - 1) / size : inside < kHeaderBytes + cells * 16ull;
   }
 
-  static FC_DEVICE Span span(u64 cell) { return Span{cell * 16, 16}; }
+  static FC_DEVICE Span span(u32 cell) { return Span{cell * 16ull, 16}; }
   static FC_DEVICE void put(Cell* slot, Payload v, u32) {
     st_relaxed_sys(slot, Cell{{v.w[0], v.w[1], v.w[2], v.w[3]}});
   }

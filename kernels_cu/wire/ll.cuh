@@ -6,11 +6,10 @@
 namespace fc {
 namespace wire {
 
-struct Ll : EpochPerCell {
-  static constexpr int kWords = 2;
+struct Ll : EpochPerCell, Geometry<2, 8, true> {
   static constexpr u32 kGroupBytes = 8;
 
-  static FC_DEVICE Span span(u64 cell) { return Span{cell * 8, 8}; }
+  static FC_DEVICE Span span(u32 cell) { return Span{cell * 8ull, 8}; }
   static FC_DEVICE void put(Cell* slot, Payload v, u32 e) { st_relaxed_sys(slot, Cell{{v.w[0], e, v.w[1], e}}); }
   static FC_DEVICE bool ready(Cell c, u32 e) { return c.w[1] == e && c.w[3] == e; }
   static FC_DEVICE Payload payload(Cell c) { return Payload{{c.w[0], c.w[2], 0, 0}}; }

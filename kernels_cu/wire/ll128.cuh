@@ -11,8 +11,7 @@
 namespace fc {
 namespace wire {
 
-struct Ll128 : EpochPerCell {
-  static constexpr int kWords = 4;
+struct Ll128 : EpochPerCell, Geometry<4, 8, false> {
   static constexpr u32 kGroupBytes = 120;
   static constexpr u32 kGroupCells = 8;
   static constexpr bool kSecondLook = true;
@@ -20,9 +19,9 @@ struct Ll128 : EpochPerCell {
   static FC_DEVICE u32 lane() { return threadIdx.x & 7u; }
   static FC_DEVICE u32 mask() { return 0xffu << (lane_id() & ~7u); }
 
-  static FC_DEVICE Span span(u64 cell) {
-    const u32 lane = u32(cell & 7u);
-    return Span{(cell >> 3) * 120 + lane * 16, lane == 7 ? 8u : 16u};
+  static FC_DEVICE Span span(u32 cell) {
+    const u32 lane = cell & 7u;
+    return Span{(cell >> 3) * 120ull + lane * 16, lane == 7 ? 8u : 16u};
   }
   static FC_DEVICE void put(Cell* slot, Payload v, u32 e) {
     const bool flag = lane() == 7;

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import re
-import struct
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
 
 from fcomm.backends.cpu import CpuKernel, build
-from fcomm.backends.cuda import OPTIONS
 from fcomm.dtypes import BFLOAT16, BYTES, FLOAT32, REDUCIBLE
+from fcomm.errors import SetupError
 from fcomm.layout import CONTROL_DTYPE, ERROR_DTYPE, params_dtype
+from fcomm.machine_code import Cubin, compile_text, nvrtc
 from fcomm.protocols import protocols
-from fcomm.source import MAX_THREADS, Specialisation, flatten
+from fcomm.source import MAX_THREADS, OPTIONS, Specialisation, flatten
 
-nvrtc = pytest.importorskip("cupy").cuda.nvrtc
 HELPERS = {
     "probe": ("probe.cuh", "fc::probe"),
     "meet": ("measure/meet.cuh", "fc::meet"),
@@ -45,59 +43,16 @@ ALL = [(s, 90) for s in EVERY if s.world_size in (2, 5, 8)] + [(s, arch) for s i
 ALL = [pair for pair in ALL if pair not in SOME]
 
 
-def compile_cubin(name: str, text: str, arch: int) -> bytes:
+def compile_cubin(name: str, text: str, arch: int) -> Cubin:
     try:
-        program = nvrtc.createProgram(text, f"{name}.cu", (), ())
-    except (RuntimeError, OSError, ImportError) as error:  # the wheel with the compiler is an extra
-        pytest.skip(f"NVRTC is not installed: {str(error).splitlines()[0]}")
-    try:
-        nvrtc.compileProgram(program, (*OPTIONS, f"-arch=sm_{arch}"))
-    except nvrtc.NVRTCError:
-        log = nvrtc.getProgramLog(program)
-        pytest.fail(f"{name} for sm_{arch}:\n{log[:3000]}", pytrace=False)
-    try:
-        cubin: bytes = nvrtc.getCUBIN(program)
-        return cubin + b"\0"  # CuPy leaves out the last byte
-    finally:
-        nvrtc.destroyProgram(program)
-
-
-def resources(cubin: bytes, arch: int) -> dict[str, int]:
-    """Registers and bytes of stack of the cubin's kernel, from its ELF: the attributes the driver itself reads."""
-    assert cubin[:4] == b"\x7fELF"
-    (at,) = struct.unpack_from("<Q", cubin, 40)
-    size, count, names = struct.unpack_from("<HHH", cubin, 58)
-    headers = [struct.unpack_from("<IIQQQQIIQQ", cubin, at + k * size) for k in range(count)]
-    strings = headers[names][4]
-
-    def name(header: tuple[Any, ...]) -> str:
-        start = strings + header[0]
-        return cubin[start : cubin.index(b"\0", start)].decode()
-
-    found: dict[str, int] = {}
-    for header in headers:
-        section = name(header)
-        if section == ".nv.info":
-            data = cubin[header[4] : header[4] + header[5]]
-            k = 0
-            while k + 4 <= len(data):
-                form, attribute, value = struct.unpack_from("<BBH", data, k)
-                k += 4
-                if form == 4:
-                    words = struct.unpack_from(f"<{value // 4}I", data, k)
-                    k += value
-                    if attribute in (0x11, 0x12) and len(words) == 2:  # EIATTR_FRAME_SIZE, EIATTR_MIN_STACK_SIZE
-                        found["stack"] = max(found.get("stack", 0), words[1])
-                    if attribute == 0x2F and len(words) == 2:  # EIATTR_REGCOUNT
-                        found["registers"] = max(found.get("registers", 0), words[1])
-    assert "registers" in found, (arch, [name(h) for h in headers])
-    return found
+        nvrtc()
+    except SetupError as error:  # the wheel with the compiler is an extra
+        pytest.skip(str(error))
+    return compile_text(name, text, f"sm_{arch}")
 
 
 def check(spec: Specialisation, arch: int) -> None:
-    used = resources(compile_cubin(spec.name, spec.text(), arch), arch)
-    assert 0 < used["registers"] <= 65536 // MAX_THREADS, (spec.name, arch, used)
-    assert used.get("stack", 0) == 0, f"{spec.name} for sm_{arch} keeps {used['stack']} bytes per thread in memory"
+    assert compile_cubin(spec.name, spec.text(), arch).faults() == []
 
 
 @pytest.mark.parametrize(("spec", "arch"), SOME, ids=lambda v: v.name if isinstance(v, Specialisation) else f"sm_{v}")
@@ -115,7 +70,7 @@ def test_all_compile_and_none_spills(spec: Specialisation, arch: int) -> None:
 def test_the_helpers_compile(name: str) -> None:
     header, call = HELPERS[name]
     lines = ["#define FC_N 8", f"#define FC_MAX_THREADS {MAX_THREADS}", f'#include "{header}"', f"FC_KERNEL(({call}))"]
-    assert resources(compile_cubin(name, flatten("\n".join(lines)), 90), 90)["registers"] <= 64
+    assert compile_cubin(name, flatten("\n".join(lines)), 90).registers <= 64
 
 
 def test_no_arithmetic_options_are_left_to_chance() -> None:

@@ -9,16 +9,19 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fcomm import machine_code
-from fcomm.dtypes import BFLOAT16, FLOAT32, ElementType
+from fcomm.dtypes import BFLOAT16, FLOAT32
 from fcomm.errors import ArgumentError, SetupError
-from fcomm.machine_code import CUPY_ADDS, Listing, compile_specialisation, compile_text, disassemble, slot_faults
+from fcomm.machine_code import CUPY_ADDS, Cubin, Listing, compile_specialisation, compile_text, disassemble, slot_faults
 from fcomm.protocols import Protocol, protocols
 from fcomm.source import OPTIONS, Specialisation
 
@@ -33,43 +36,53 @@ ROOT = Path(__file__).parents[2]
 
 
 def case(p: Protocol, k: int, arch: str) -> Case:
-    """Protocol, element type and world size, both in turn: every size and type comes up with some protocol."""
-    return Specialisation(p, p.dtypes[k % len(p.dtypes)], 2 + k % 7), arch
+    """Element type, world size and alignment in turn: each comes up with some protocol."""
+    return Specialisation(p, p.dtypes[k % len(p.dtypes)], 2 + k % 7, aligned=k % 3 != 0), arch
 
 
 EVERY = list(protocols().values())
-SOME = [case(p, k, "sm_90") for k, p in enumerate(EVERY)]
+ENCODED = [p for p in EVERY if p.encodings]
+SOME = [case(p, k, "sm_90") for k, p in enumerate(ENCODED)]
 SOME += [
     (Specialisation(p, BFLOAT16, 8), arch)
     for arch in ("sm_80", "sm_100")
-    for p in EVERY
-    if p.algorithm.name in ("one_shot", "barrier.one_shot") and BFLOAT16 in p.dtypes
+    for p in ENCODED
+    if p.algorithm.name == "one_shot"
 ]
-ALL = [case(p, k, "sm_90") for p in EVERY for k in range(7)]
-ALL += [(Specialisation(p, p.dtypes[-1], n), arch) for p in EVERY for n in (2, 8) for arch in ("sm_80", "sm_100")]
-ALL = [c for c in dict.fromkeys(ALL) if c not in SOME]
+ALL = [case(p, k, "sm_90") for p in ENCODED for k in range(7)]
+ALL += [(Specialisation(p, p.dtypes[-1], n), arch) for p in ENCODED for n in (2, 8) for arch in ("sm_80", "sm_100")]
 
 
 class Ahead:
-    """Listings made in threads, a few cases ahead of the test that asks: compiler and disassembler run outside the GIL."""
+    """Work done in threads, a few jobs ahead of the test that asks: compiler and disassembler run outside the GIL."""
 
-    def __init__(self, cases: Sequence[Case]) -> None:
-        self.cases, self.made = cases, dict[Case, Future[Listing]]()
-        self.pool = ThreadPoolExecutor(min(4, os.cpu_count() or 1))
+    pool = ThreadPoolExecutor(min(4, os.cpu_count() or 1))
 
-    def __getitem__(self, wanted: Case) -> Listing:
-        at = self.cases.index(wanted)
-        for spec, arch in self.cases[at : at + 4]:
-            if (spec, arch) not in self.made:
-                self.made[spec, arch] = self.pool.submit(machine_code.slot_listing, spec, arch)
-        return self.made[wanted].result()
+    def __init__(self, jobs: Mapping[str, Callable[[], Any]]) -> None:
+        self.jobs, self.keys = jobs, list(jobs)
+        self.started: dict[str, Future[Any]] = {}
+
+    def __getitem__(self, wanted: str) -> Any:
+        at = self.keys.index(wanted)
+        for key in self.keys[at : at + 4]:
+            if key not in self.started:
+                self.started[key] = self.pool.submit(self.jobs[key])
+        return self.started[wanted].result()
 
 
-some, every = Ahead(SOME), Ahead(ALL)
+def key(spec: Specialisation, arch: str) -> str:
+    return f"{spec.name}-{arch}"
 
 
-def named(value: object) -> str:
-    return value.name if isinstance(value, Specialisation) else str(value)
+def ahead(make: Callable[[Specialisation, str], Any], cases: Sequence[Case]) -> Ahead:
+    return Ahead({key(*c): partial(make, *c) for c in cases})
+
+
+def parametrize(cases: Sequence[Case]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(("spec", "arch"), cases, ids=lambda v: getattr(v, "name", v))
+
+
+some, every = ahead(machine_code.slot_listing, SOME), ahead(machine_code.slot_listing, ALL)
 
 
 def check(spec: Specialisation, arch: str, listing: Listing) -> None:
@@ -77,15 +90,31 @@ def check(spec: Specialisation, arch: str, listing: Listing) -> None:
     assert slot_faults(spec.protocol, spec.world_size, listing, unrolled=arch == "sm_100") == []
 
 
-@pytest.mark.parametrize(("spec", "arch"), SOME, ids=named)
+@parametrize(SOME)
 def test_only_strong_accesses_touch_slots_and_waits_poll(spec: Specialisation, arch: str) -> None:
-    check(spec, arch, some[spec, arch])
+    check(spec, arch, some[key(spec, arch)])
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("spec", "arch"), ALL, ids=named)
+@parametrize(ALL)
 def test_the_same_of_every_world_size(spec: Specialisation, arch: str) -> None:
-    check(spec, arch, every[spec, arch])
+    check(spec, arch, every[key(spec, arch)])
+
+
+def compile_and_read(spec: Specialisation, arch: str) -> tuple[Cubin, Listing]:
+    cubin = compile_specialisation(spec, arch)
+    return cubin, disassemble(cubin)
+
+
+BASELINES = [(Specialisation(p, p.dtypes[0], 4), "sm_90") for p in EVERY if p.baseline]
+baselines = ahead(compile_and_read, BASELINES)
+
+
+@parametrize(BASELINES)
+def test_baselines_poll_and_read_nothing_stale(spec: Specialisation, arch: str) -> None:
+    cubin, listing = baselines[key(spec, arch)]
+    assert machine_code.baseline_faults(spec.protocol, listing) == []
+    assert cubin.faults() == []
 
 
 ENCODINGS = ("one_shot.ll", "one_shot.ll128", "one_shot.lamport", "one_shot.flag")
@@ -140,7 +169,6 @@ def replacing(pattern: str, by: str) -> Callable[[str], str]:
     return change
 
 
-CELL_LOAD = r'asm volatile\("ld\.relaxed\.sys\.global\.v4\.b32([^;]*;[^;]*?):\s*"memory"\);'
 TWO_STORES = (
     'asm volatile("st.relaxed.sys.global.v2.b32 [%0], {%1,%2};" ::"l"(p), "r"(c.w[0]), "r"(c.w[1]) : "memory");'
     'asm volatile("st.relaxed.sys.global.v2.b32 [%0+8], {%1,%2};" ::"l"(p), "r"(c.w[2]), "r"(c.w[3]) : "memory");'
@@ -164,7 +192,14 @@ BROKEN = {
         "CONSTANT may touch a slot",
     ),
     "two stores for one": ("one_shot.lamport16", replacing(CELL_STORE, TWO_STORES), "neither the width of a cell"),
-    "a hoisted poll": ("one_shot.ll", replacing(CELL_LOAD, r'asm("ld.relaxed.sys.global.v4.b32\1);'), "polls 0 cells"),
+    "a hoisted poll": (
+        "one_shot.ll",
+        replacing(
+            r"while \(true\) \{(\s*#pragma unroll\s*for \(u32 r = 0; r < FC_N; r\+\+\) \{[^}]*look[^}]*\})",
+            r"\1 while (true) {",
+        ),
+        "polls 0 cells",
+    ),
     "a hoisted flag": (
         "one_shot.flag",
         replacing(r"    seen = ld_acquire_sys\(flag\);\n", ""),
@@ -189,23 +224,28 @@ BROKEN = {
     ),
     "a slot read as if it were input": (
         "one_shot.ll",
-        replacing(
-            r"load_payload<Wire::kWords, T::kElement>\(p\.in,", "load_payload<Wire::kWords, T::kElement>(p.slab[0],"
-        ),
+        replacing(r"(load_payload<Wire[^>]*>\((?:p, )?)p\.in,", r"\1p.slab[0],"),
         "could not compile",
     ),
 }
 
 
-@pytest.mark.parametrize("what", BROKEN)
-def test_a_broken_source_is_found(what: str) -> None:
-    name, change, finding = BROKEN[what]
+def faults_of(what: str) -> list[str]:
+    name, change, _ = BROKEN[what]
     p = protocols()[name]
     try:
-        faults = slot_faults(p, 3, machine_code.slot_listing(Specialisation(p, FLOAT32, 3), "sm_90", change))
+        return slot_faults(p, 3, machine_code.slot_listing(Specialisation(p, FLOAT32, 3), "sm_90", change))
     except SetupError as refused:
-        faults = [str(refused)]
-    assert [f for f in faults if finding in f], faults
+        return [str(refused)]
+
+
+broken = Ahead({what: partial(faults_of, what) for what in BROKEN})
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_broken_source_is_found(what: str) -> None:
+    faults = broken[what]
+    assert [f for f in faults if BROKEN[what][2] in f], faults
 
 
 def test_spills_are_found() -> None:
@@ -221,7 +261,7 @@ def test_spills_are_found() -> None:
 def test_too_many_registers_are_found() -> None:
     cubin = compile_specialisation(Specialisation(protocols()["one_shot.ll"], FLOAT32, 8), "sm_90")
     assert cubin.faults() == []
-    assert "do not fit 2048 threads" in cubin.faults(2048)[0]
+    assert "do not fit 2048 threads" in replace(cubin, threads=2048).faults()[0]
 
 
 # ---- the reader -----------------------------------------------------------------------------------------------------
@@ -353,11 +393,9 @@ def test_build_without_a_compiler(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert "flash-comm[nvrtc]" in said
 
 
-def specification(dtype: ElementType) -> Specialisation:
-    return Specialisation(protocols()["one_shot.ll"], dtype, 2)
-
-
 def test_an_error_in_a_kernel_is_one_sentence() -> None:
-    text = specification(FLOAT32).text().replace("advance_epoch(p, turn.epoch())", "advance_epoch(p, nothing)")
-    with pytest.raises(SetupError, match=r"exchange\.cuh.*error"):
+    text = (
+        Specialisation(protocols()["one_shot.ll"], FLOAT32, 2).text().replace("FC_KERNEL((fc::", "FC_KERNEL((nothing::")
+    )
+    with pytest.raises(SetupError, match=r"could not compile broken for sm_90: .*error"):
         compile_text("broken", text, "sm_90")
