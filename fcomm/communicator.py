@@ -76,7 +76,7 @@ class Plan:
         self.pieces = _pieces(comm, proto, nbytes)
         aligned = aligned and not any((p.nbytes | p.stride | p.part) % ALIGNMENT for p in self.pieces)
         self.kernel = comm.backend.kernel(Specialisation(proto, element, comm.world_size, aligned))
-        most = proto.algorithm.max_threads
+        most = proto.max_threads(comm.world_size)
         wanted = shape or _default_shape(comm, proto, self.pieces[0])
         if wanted.threads % WARP or not WARP <= wanted.threads <= most or wanted.blocks < 1:
             raise ArgumentError(
@@ -190,6 +190,10 @@ class Communicator:
         Compare every call's signature among the ranks before launching it: slow, and tells disagreement from a hang.
     timeout_s : float, optional
         Seconds until a wait for a peer is given up; default FCOMM_TIMEOUT_S.
+    dependent_launch : {"late", "none"}
+        "late": a call's grid may be scheduled while the kernel before it in the stream ends, and waits for that one
+        before it touches anything; it lets its own successor be scheduled when its results are stored. Safe among any
+        kernels; without effect below compute capability 9.0 and on the cpu backend (`no_dependent_launch` says why).
 
     Raises
     ------
@@ -205,21 +209,32 @@ class Communicator:
         channels: int = 1,
         checked: bool = False,
         timeout_s: float | None = None,
+        dependent_launch: str = "late",
     ) -> None:
         bootstrap.check_world(mpi)
         self.mpi: MPI.Intracomm = mpi.Dup()
         self._closed = True
         try:
-            self._construct(backend, max_bytes, channels, checked, timeout_s)
+            self._construct(backend, max_bytes, channels, checked, timeout_s, dependent_launch)
         except BaseException:
             self.mpi.Free()
             raise
 
-    def _construct(self, backend: str, max_bytes: int, channels: int, checked: bool, timeout_s: float | None) -> None:
+    def _construct(
+        self,
+        backend: str,
+        max_bytes: int,
+        channels: int,
+        checked: bool,
+        timeout_s: float | None,
+        dependent_launch: str,
+    ) -> None:
         mpi = self.mpi
         self.rank, self.world_size = mpi.rank, mpi.size
 
         def local() -> tuple[SlabLayout, float, bool]:
+            if dependent_launch not in ("late", "none"):
+                raise ArgumentError(f"dependent_launch is 'late' or 'none', not {dependent_launch!r}")
             return (
                 SlabLayout(mpi.size, max_bytes, channels),
                 settings.timeout_s() if timeout_s is None else timeout_s,
@@ -228,7 +243,8 @@ class Communicator:
 
         self.layout, self.timeout_s, self.checked = bootstrap.collectively(mpi, local)
         name = bootstrap.collectively(mpi, lambda: backend if backend != "auto" else settings.backend())
-        bootstrap.agree(mpi, (name, max_bytes, channels, self.checked, settings.protocol()), "backend and sizes")
+        told = (name, max_bytes, channels, self.checked, settings.protocol(), dependent_launch)
+        bootstrap.agree(mpi, told, "backend, sizes and settings")
         bootstrap.check_node(mpi)
         name = _resolve(name, mpi)
         made: Backend = bootstrap.collectively(mpi, lambda: _make_backend(name, mpi))
@@ -240,6 +256,8 @@ class Communicator:
         self._grids: dict[tuple[str, int], int] = {}
         self.slabs = made.allocate(self.layout)
         self.slab_bytes = self.layout.slab_bytes
+        self.no_dependent_launch = "not asked for" if dependent_launch == "none" else made.use_dependent_launch()
+        self.dependent_launch = "none" if self.no_dependent_launch else dependent_launch
         self._errors = made.error_records()
         self._plans: dict[tuple[object, ...], Plan] = {}
         self._failed: str | None = None

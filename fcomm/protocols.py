@@ -147,7 +147,9 @@ class Algorithm:
     """Most ranks that it is made for; 0: any number."""
     grid: GridRule | None = None
     max_threads: int = MAX_THREADS
-    """Threads per block that its kernel is compiled for."""
+    """Threads per block that its kernel is compiled for ..."""
+    wide_ranks: int = 0
+    """... and for twice as many up to that world size, as long as 64 registers do without spilling."""
     in_place_staging: bool = False
     """The result may lie in the staging buffer itself."""
     forms: Callable[[int, int, str], str] | None = None
@@ -204,6 +206,11 @@ class Protocol:
         """The protocol that a message of that size runs: itself, or the form that a name for several stands for."""
         forms = self.algorithm.forms
         return self if forms is None else protocols()[forms(nbytes, world_size, gpu.family)]
+
+    def max_threads(self, world_size: int) -> int:
+        """Threads per block that its kernel is compiled for; what sets the registers that a thread may use."""
+        wide = world_size <= self.algorithm.wide_ranks and len({e.name for e in self.encodings}) == 1
+        return self.algorithm.max_threads * (2 if wide else 1)
 
     def wire_bytes(self, nbytes: int, world_size: int, gpu: GpuShare = HOPPER) -> int:
         """Bytes that one rank sends (or, for baselines that pull, reads) over its link in one call, evidence included.
@@ -312,10 +319,10 @@ ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
     {
         a.name: a
         for a in (
-            Algorithm("one_shot", "all_reduce", "one_shot", "algo/one_shot.cuh", ("whole",)),
-            Algorithm("two_shot", "all_reduce", "two_shot", "algo/two_shot.cuh", ("shard", "shard")),
-            Algorithm("all_gather", "all_gather", "all_gather", "algo/all_gather.cuh", ("whole",), moves_bytes=True),
-            Algorithm("reduce_scatter", "reduce_scatter", "reduce_scatter", "algo/reduce_scatter.cuh", ("shard",)),
+            Algorithm("one_shot", "all_reduce", "one_shot", "algo/one_shot.cuh", ("whole",), wide_ranks=8),
+            Algorithm("two_shot", "all_reduce", "two_shot", "algo/two_shot.cuh", ("shard", "shard"), wide_ranks=5),
+            Algorithm("all_gather", "all_gather", "all_gather", "algo/all_gather.cuh", ("whole",), moves_bytes=True, wide_ranks=8),
+            Algorithm("reduce_scatter", "reduce_scatter", "reduce_scatter", "algo/reduce_scatter.cuh", ("shard",), wide_ranks=5),
             Algorithm(
                 "barrier.one_shot", "all_reduce", "barrier_one_shot", "baseline/barrier.cuh", ("whole",),
                 encoded=False, baseline=True, regions=("staging", "barrier_flags"), extra_rounds=2, grid=_VLLM_GRID,

@@ -56,7 +56,7 @@ class Specialisation:
                 f"// {self.name}",
                 f"#define FC_N {self.world_size}",
                 f"#define FC_ALIGNED {int(self.aligned)}",
-                f"#define FC_MAX_THREADS {self.protocol.algorithm.max_threads}",
+                f"#define FC_MAX_THREADS {self.protocol.max_threads(self.world_size)}",
                 *(f'#include "{h}"' for h in headers),
                 f"FC_KERNEL((fc::{self.protocol.algorithm.kernel}<{arguments}>))",
                 "",

@@ -180,9 +180,17 @@ FC_DEVICE u64 now_ns() {
 }
 // The value is computed here, not later: work that fits into the time of a load that was just asked for.
 FC_DEVICE void compute_now(u64 v) { asm volatile("" ::"l"(v)); }
-// Dependent launch: lets the stream's next grid be scheduled before this one is over. Says nothing about memory.
+// Dependent launch (sm_90 on; nothing happens where the launch did not ask for it). A grid may begin while the stream's one
+// before it ends. launch_wait() returns when that one is complete and its stores are visible; before it a kernel touches
+// nothing that any kernel writes: not the input, not the slab, not the epoch. launch_trigger() lets the next grid be
+// scheduled and says nothing about memory.
+FC_DEVICE void launch_wait() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
 FC_DEVICE void launch_trigger() {
-#ifdef FC_DEPENDENT_LAUNCH
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }

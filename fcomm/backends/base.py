@@ -100,6 +100,9 @@ class Backend(Protocol):
     def launch(self, kernel: Any, shape: LaunchShape, params: NDArray[np.void], stream: Any) -> None:
         """Starts a grid on a stream. `params` is copied before this returns."""
 
+    def use_dependent_launch(self) -> str | None:
+        """Lets grids begin while the one before them in the stream ends, from now on; returns why not, or None."""
+
     def copy(self, src: View, dst: View, stream: Any) -> None:
         """Copies src.nbytes bytes on a stream."""
 

@@ -234,6 +234,9 @@ class CpuBackend:
         if kernel.run(params.ctypes.data, shape.blocks, shape.threads) != 0:
             raise SetupError(f"no memory for the stacks of {shape.blocks * shape.threads} threads")
 
+    def use_dependent_launch(self) -> str | None:
+        return "the cpu backend runs one grid after the other"
+
     def copy(self, src: View, dst: View, stream: Any) -> None:
         ctypes.memmove(dst.address, src.address, src.nbytes)
 

@@ -106,6 +106,50 @@ class CudaKernel:
         return found
 
 
+class _DriverError(Exception):
+    """An error that a driver call of our own returned, shaped like CuPy's."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"driver error {status}")
+        self.status = status
+
+
+class _LaunchAttribute(ctypes.Structure):
+    """``CUlaunchAttribute`` of the driver: an id and 64 bytes of value, of which one int is used here."""
+
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60))
+
+
+class _LaunchConfig(ctypes.Structure):
+    """``CUlaunchConfig`` of the driver."""
+
+    _fields_ = (
+        *((f"{what}_{axis}", ctypes.c_uint) for what in ("grid", "block") for axis in "xyz"),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_LaunchAttribute)),
+        ("attribute_count", ctypes.c_uint),
+    )
+
+
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6
+
+
+class _Packed:
+    """A launch's arguments in the driver's form: a pointer to an array of one pointer to the struct, and the launch's
+    configuration with the attribute of dependent launch. Holds the struct, so that its id stays taken.
+    """
+
+    def __init__(self, params: NDArray[np.void]) -> None:
+        self.params = params
+        self.channel = int(params["channel"][0])
+        self.pointers = (ctypes.c_void_p * 1)(params.ctypes.data)
+        self.pointers_address = ctypes.addressof(self.pointers)
+        self.attribute = _LaunchAttribute(_PROGRAMMATIC_STREAM_SERIALIZATION, b"", 1, b"")
+        self.config = _LaunchConfig(1, 1, 1, 1, 1, 1, 0, None, ctypes.pointer(self.attribute), 1)
+        self.config_address = ctypes.addressof(self.config)
+
+
 # Modules stay loaded until the process ends: a captured graph may outlive the communicator that it was captured with.
 _loaded: dict[tuple[int, str], tuple[int, Any, int, int]] = {}
 
@@ -283,7 +327,8 @@ class CudaBackend:
         self._here = _asking(lambda: topology.describe_device(self.device))
         self._memory: SharedMemory | None = None
         self._kernels: dict[str, CudaKernel] = {}
-        self._packed: dict[int, tuple[NDArray[np.void], Any, int, int]] = {}
+        self._packed: dict[int, _Packed] = {}
+        self._launch_dependent: Any = None
         self._last: list[int | None] = []
         self._asked = 0
 
@@ -343,6 +388,22 @@ class CudaBackend:
         except self._runtime.CUDARuntimeError as error:
             if error.status != 704:  # already enabled
                 raise translated(error) from None
+
+    def use_dependent_launch(self) -> str | None:
+        """From now on grids begin while the one before them in the stream ends; returns why not, or None.
+
+        Every kernel waits at its entry, so this changes when it is scheduled and nothing else.
+        """
+        if self._here.compute_capability < (9, 0):
+            return f"compute capability {'.'.join(map(str, self._here.compute_capability))} has no dependent launch"
+        try:
+            launch = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
+        except (OSError, AttributeError):
+            return "the driver has no cuLaunchKernelEx"
+        launch.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+        launch.restype = ctypes.c_int
+        self._launch_dependent = launch
+        return None
 
     def allocate(self, layout: SlabLayout) -> list[int]:
         mpi = self._mpi
@@ -480,27 +541,42 @@ class CudaBackend:
         packed = self._packed.get(id(params))
         if packed is None:
             packed = self._pack(params)
-        if self._last[packed[3]] != stream:
-            self._change_stream(packed[3], stream)
-        try:
-            self._launch_kernel(kernel.pointer, shape.blocks, 1, 1, shape.threads, 1, 1, 0, stream, packed[2], 0)
-        except Exception as error:
-            raise translated(error, self._shared) from None
+        if self._last[packed.channel] != stream:
+            self._change_stream(packed.channel, stream)
+        if self._launch_dependent is not None:
+            self._dependent(packed, kernel, shape, stream)
+        else:
+            self._independent(packed, kernel, shape, stream)
 
-    def launch_once(self, kernel: CudaKernel, shape: LaunchShape, params: NDArray[np.void], stream: int) -> None:
-        """Starts a kernel that is no collective: it takes no epoch, so the order of streams does not matter."""
-        pointers = (ctypes.c_void_p * 1)(params.ctypes.data)
-        at = ctypes.addressof(pointers)
+    def launch_once(
+        self, kernel: CudaKernel, shape: LaunchShape, params: NDArray[np.void], stream: int, dependent: bool = False
+    ) -> None:
+        """Starts a kernel that is no collective: it takes no epoch, so the order of streams does not matter.
+
+        dependent : start it as `launch` starts collectives, if dependent launch is in use; the kernel must wait at entry.
+        """
+        packed = _Packed(params)
+        if dependent and self._launch_dependent is not None:
+            self._dependent(packed, kernel, shape, stream)
+        else:
+            self._independent(packed, kernel, shape, stream)
+
+    def _dependent(self, packed: _Packed, kernel: CudaKernel, shape: LaunchShape, stream: int) -> None:
+        config = packed.config
+        config.grid_x, config.block_x, config.stream = shape.blocks, shape.threads, stream
+        status = self._launch_dependent(packed.config_address, kernel.pointer, packed.pointers_address, None)
+        if status:
+            raise translated(_DriverError(status), self._shared)
+
+    def _independent(self, packed: _Packed, kernel: CudaKernel, shape: LaunchShape, stream: int) -> None:
+        at = packed.pointers_address
         try:
             self._launch_kernel(kernel.pointer, shape.blocks, 1, 1, shape.threads, 1, 1, 0, stream, at, 0)
         except Exception as error:
             raise translated(error, self._shared) from None
 
-    def _pack(self, params: NDArray[np.void]) -> tuple[NDArray[np.void], Any, int, int]:
-        """The launch's argument: a pointer to an array of one pointer to the struct. Held, so that the id stays taken."""
-        pointers = (ctypes.c_void_p * 1)(params.ctypes.data)
-        packed = (params, pointers, ctypes.addressof(pointers), int(params["channel"][0]))
-        self._packed[id(params)] = packed
+    def _pack(self, params: NDArray[np.void]) -> _Packed:
+        packed = self._packed[id(params)] = _Packed(params)
         return packed
 
     def _change_stream(self, channel: int, stream: int) -> None:

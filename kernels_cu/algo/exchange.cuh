@@ -17,19 +17,28 @@ FC_DEVICE void exchange(const Params& p) {
   Tiles tiles(cells, chunk_cells<Wire>(cells));
   const auto input = [&](u32 cell) { return load_payload<Wire, T>(p, p.in, p.nbytes, Wire::span(cell)); };
 
+  Slots<Wire, true> slots(p, p.region[0], 0);
+  launch_wait();
+
   // My payload of the first cell stays in registers until it is reduced; for a message that the grid covers in one pass,
   // which is what the launch shape aims at, that is all of them. Its load is the first thing, so that it and the epoch's
   // are on their way together: the compiler waits for the epoch as soon as it was asked for.
   Payload own = {{0, 0, 0, 0}};
   if (tiles.more() && tiles.first() < tiles.end()) own = input(tiles.first());
   const Turn<Wire> turn(p);
-  Slots<Wire> slots(p, p.region[0], 0);
   if (turn.poisoned()) return;
   slots.begin(turn);
 
   for (; tiles.more(); tiles.next()) {
-    for (u32 c = tiles.first(); c < tiles.end(); c += tiles.stride()) {
-      slots.push(c, tiles.is_first(c) ? own : input(c));
+    Payload v = own;
+    if (!tiles.is_first(tiles.first()) && tiles.first() < tiles.end()) v = input(tiles.first());
+    for (u32 c = tiles.first(); c < tiles.end();) {
+      const u32 next = c + tiles.stride();
+      Payload ahead = {{0, 0, 0, 0}};
+      if (next < tiles.end()) ahead = input(next);  // on its way while this one is pushed
+      slots.push(c, v);
+      v = ahead;
+      c = next;
     }
     slots.publish(tiles.index(), all_peers(p));
   }
@@ -49,6 +58,7 @@ FC_DEVICE void exchange(const Params& p) {
       Sink::consume(p, Wire::span(c), own, got);
     }
   }
+  launch_trigger();
   if (ticket.settle(p, turn.epoch())) turn.record(p, cells, 0);
 }
 

@@ -9,9 +9,10 @@ namespace fc {
 // length, so every rank waits for every other one (I1).
 template <class Wire, class T>
 FC_DEVICE void reduce_scatter(const Params& p) {
-  const Turn<Wire> turn(p);
   const Shards shards(p);
-  Slots<Wire> slots(p, p.region[0], 0);
+  Slots<Wire, false> slots(p, p.region[0], 0);
+  launch_wait();
+  const Turn<Wire> turn(p);
   if (turn.poisoned()) return;
   slots.begin(turn);
   const u32 cells = cells_of<Wire>(p.part);
@@ -33,6 +34,7 @@ FC_DEVICE void reduce_scatter(const Params& p) {
       store_payload<Wire, T>(p, p.out, p.part, Wire::span(i.cell), sum);
     }
   }
+  launch_trigger();
   if (ticket.settle(p, turn.epoch())) turn.record(p, cells, 0);
 }
 

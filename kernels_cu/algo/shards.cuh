@@ -43,7 +43,7 @@ class Shards {
 
 // Pushes to each peer its part of my input.
 template <class Wire, class T>
-FC_DEVICE void scatter(const Params& p, const Shards& shards, const Slots<Wire>& slots, Tiles tiles) {
+FC_DEVICE void scatter(const Params& p, const Shards& shards, const Slots<Wire, false>& slots, Tiles tiles) {
   for (; tiles.more(); tiles.next()) {
     for (u32 v = tiles.first_item(); v < tiles.items(); v += tiles.stride()) {
       const Item i = tiles.item(v);
@@ -57,7 +57,8 @@ FC_DEVICE void scatter(const Params& p, const Shards& shards, const Slots<Wire>&
 
 // The sum of one cell of my part; false if the wait expired.
 template <class Wire, class T>
-FC_DEVICE bool reduce_own(const Params& p, const Shards& shards, const Slots<Wire>& slots, u32 cell, Payload* sum) {
+FC_DEVICE bool reduce_own(const Params& p, const Shards& shards, const Slots<Wire, false>& slots, u32 cell,
+                          Payload* sum) {
   const Payload own = shards.load<Wire, T>(p.in, p.rank, cell);
   Cell got[FC_N];
   if (!slots.take(cell, all_peers(p), got)) return false;

@@ -155,7 +155,10 @@ FC_DEVICE u32 chunk_cells(u32 cells) {
 FC_DEVICE u32 all_peers(const Params& p) { return ((1u << FC_N) - 1) & ~(1u << p.rank); }
 
 // The two ends of one phase's wire: where I push, where I look. `half` is the part of each slot that the phase uses.
-template <class Wire>
+//
+// kAddressesFirst: the peers' addresses are computed while the epoch is loaded and kept in registers, 2 (n - 1) of them.
+// For a phase that has been waiting for others before it pushes, they would only be in the way.
+template <class Wire, bool kAddressesFirst>
 class Slots {
  public:
   // Addresses first, since they need nothing from memory; begin() follows when the call's number is known.
@@ -163,7 +166,7 @@ class Slots {
     const u64 at = g.offset + half * g.half_stride;
     mine_ = p.slab[p.rank] + at;
 #pragma unroll
-    for (u32 j = 1; j < FC_N; j++) {
+    for (u32 j = 1; kAddressesFirst && j < FC_N; j++) {
       theirs_[j] = p.slab[behind(j)] + at + p.rank * g.slot_stride;
       compute_now(theirs_[j]);
     }
@@ -176,7 +179,7 @@ class Slots {
   // Writes one cell to every peer, beginning behind my own rank, so that the ranks do not all push to the same one first.
   FC_DEVICE void push(u32 cell, Payload v) const {
 #pragma unroll
-    for (u32 j = 1; j < FC_N; j++) Wire::put(cell_at(theirs_[j], cell), v, e_);
+    for (u32 j = 1; j < FC_N; j++) Wire::put(cell_at(kAddressesFirst ? theirs_[j] : to(behind(j)), cell), v, e_);
   }
   // Writes one cell to one peer.
   FC_DEVICE void push_to(u32 peer, u32 cell, Payload v) const { Wire::put(cell_at(to(peer), cell), v, e_); }

@@ -32,10 +32,11 @@ FC_DEVICE void two_shot(const Params& p) {
   constexpr bool kOneWire = is_same<Wire1, Wire2>::value;
   constexpr bool kSameSpans = Wire1::kGroupBytes == Wire2::kGroupBytes && Wire1::kGroupCells == Wire2::kGroupCells;
   static_assert(kSameSpans || (!Wire1::kChunked && !Wire2::kChunked), "a chunk is the tile of one encoding");
-  const Turns<Wire1, Wire2> turns(p);
   const Shards shards(p);
-  Slots<Wire1> slots1(p, p.region[0], 0);
-  Slots<Wire2> slots2(p, p.region[1], 1);
+  Slots<Wire1, false> slots1(p, p.region[0], 0);
+  Slots<Wire2, false> slots2(p, p.region[1], 1);
+  launch_wait();
+  const Turns<Wire1, Wire2> turns(p);
   if (turns.first().poisoned()) return;
   slots1.begin(turns.first());
   slots2.begin(turns.second());
@@ -91,6 +92,7 @@ FC_DEVICE void two_shot(const Params& p) {
       shards.store<Wire2, T>(p.out, peer, i.cell, Wire2::payload(got));
     }
   }
+  launch_trigger();
   if (ticket.settle(p, turns.first().epoch())) {
     turns.first().record(p, own_cells, kOneWire ? cells2 : 0);
     if (!kOneWire) turns.second().record(p, 0, cells2);

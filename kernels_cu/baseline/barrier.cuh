@@ -128,6 +128,7 @@ FC_DEVICE void pull_whole(const Params& p, const F& f) {
 
 template <class T>
 FC_DEVICE void barrier_one_shot(const Params& p) {
+  launch_wait();
   barrier::pull_whole<T::kElement>(p, [&](u64 c, const Cell* got) {
     const Payload sum = reduce_in_rank_order<T, 4>([&](u32 r) { return staging::payload(got[r]); });
     store_payload<WholeCells, T>(p, p.out, p.nbytes, staging::span(c), sum);
@@ -136,6 +137,7 @@ FC_DEVICE void barrier_one_shot(const Params& p) {
 
 template <class T>
 FC_DEVICE void barrier_all_gather(const Params& p) {
+  launch_wait();
   barrier::pull_whole<T::kElement>(p, [&](u64 c, const Cell* got) {
 #pragma unroll
     for (u32 r = 0; r < FC_N; r++) {
@@ -152,6 +154,7 @@ FC_DEVICE void barrier_all_gather(const Params& p) {
 // next ones are written after the first barrier of a call that they too have begun, hence after their grid of this one.
 template <class T>
 FC_DEVICE void barrier_two_shot(const Params& p) {
+  launch_wait();
   const Shards shards(p);
   const u64 cells = staging::cells(p.part), own_cells = staging::cells(shards.bytes(p.rank));
   const u32 count = barrier::chunks(cells);

@@ -138,6 +138,7 @@ struct Visit {
 
 template <class T>
 FC_DEVICE void custom_ar_v2_push(const Params& p) {
+  launch_wait();
   v2::exchange<T>(p, [&](u32 c, const Cell* got) {
     const Payload sum = reduce_in_rank_order<T, 4>([&](u32 r) { return staging::payload(got[r]); });
     st_plain(reinterpret_cast<Cell*>(p.out) + c, staging::cell(sum));
@@ -147,6 +148,7 @@ FC_DEVICE void custom_ar_v2_push(const Params& p) {
 // The same push without the sum.
 template <class T>
 FC_DEVICE void sentinel_all_gather(const Params& p) {
+  launch_wait();
   v2::exchange<T>(p, [&](u32 c, const Cell* got) {
 #pragma unroll
     for (u32 r = 0; r < FC_N; r++) st_plain(reinterpret_cast<Cell*>(p.out + r * p.stride) + c, got[r]);
@@ -157,6 +159,7 @@ FC_DEVICE void sentinel_all_gather(const Params& p) {
 // is relaxed. That a thread's loads are done before it is certain, since it has stored the sum of their values.
 template <class T>
 FC_DEVICE void custom_ar_v2_pull_one_shot(const Params& p) {
+  launch_wait();
   const v2::Range range(u32(p.nbytes / 16));
   if (range.empty()) return;
   v2::Visit visit;
@@ -199,6 +202,7 @@ FC_DEVICE void custom_ar_v2_pull_one_shot(const Params& p) {
 // what they stored here is here.
 template <class T>
 FC_DEVICE void custom_ar_v2_pull_two_shot(const Params& p) {
+  launch_wait();
   const u32 cells = u32(p.nbytes / 16), shard = u32(p.part / 16), own = p.rank * shard;  // shards end with the message
   const v2::Range range(shard);
   if (range.empty()) return;

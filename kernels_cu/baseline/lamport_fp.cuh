@@ -3,7 +3,8 @@
 // the call before it received, by the size which that call recorded; the last block to arrive moves the turn on.
 //
 // On the wire every element has its sign flipped, so that -0.0 is a word of zeros: one cleared buffer then serves element
-// types of both widths, which fills of 0x80000000 and 0x80008000 would not. Flipping back is the subtraction's.
+// types of both widths, which fills of 0x80000000 and 0x80008000 would not. They are flipped back as bits: a negation in
+// C++ would flush subnormals where the compiler is told to.
 #pragma once
 #include "baseline/staging.cuh"
 #include "baseline/zeros.cuh"
@@ -18,7 +19,7 @@ FC_DEVICE u32 flipped(u32 word) {
 }
 template <class T>
 struct Flipped : T {
-  static FC_DEVICE float get(u32 word, int k) { return -T::get(word, k); }
+  static FC_DEVICE float get(u32 word, int k) { return T::get(flipped<T>(word), k); }
 };
 
 // region[1]: {copy of the next call, cells used by the call that used copy 0, 1, 2 last}.
@@ -30,6 +31,7 @@ FC_DEVICE u32* state(const Params& p) { return reinterpret_cast<u32*>(p.slab[p.r
 // own slot is pushed, polled and cleared like a peer's.
 template <class T>
 FC_DEVICE void lamport_fp_one_shot(const Params& p) {
+  launch_wait();
   u32* state = lamport_fp::state(p);
   const Cell told = ld_relaxed_gpu(reinterpret_cast<const Cell*>(state));
   const EpochWords now = ld_epoch(control(p));

@@ -7,6 +7,7 @@ namespace fc {
 
 template <class T>
 FC_DEVICE void floor_copy(const Params& p) {
+  launch_wait();
   const u32 cells = u32((p.nbytes + 15) / 16), stride = gridDim.x * blockDim.x;
   for (u32 c = blockIdx.x * blockDim.x + threadIdx.x; c < cells; c += stride) {
     const Span span{c * 16ull, 16};
@@ -15,6 +16,7 @@ FC_DEVICE void floor_copy(const Params& p) {
       store_payload<WholeCells, T>(p, p.out + r * p.nbytes, p.nbytes, span, v);
     }
   }
+  launch_trigger();
 }
 
 }  // namespace fc

@@ -170,7 +170,7 @@ def test_a_cache_folder_that_others_can_write_to_is_one_sentence(tmp_path: Path)
         (["explain", "--ranks", "0"], "--ranks 0"),
         (["explain", "--dtype", "float64"], "float64 cannot be reduced"),
         (["info", "--backend", "cpu", "--max-bytes", "-5"], "'-5' is not a size"),
-        (["info", "--backend", "cpu", "--max-bytes", "0"], "max_bytes must be positive"),
+        (["info", "--backend", "cpu", "--max-bytes", "0"], "'0' is not a size"),
     ],
 )
 def test_nonsense_on_the_command_line_is_one_sentence(args: list[str], words: str) -> None:
