@@ -9,8 +9,10 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import sys
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,8 +20,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fcomm import checks
-from fcomm.protocols import protocols
+from fcomm import bootstrap, checks
+from fcomm.dtypes import REDUCIBLE
+from fcomm.errors import DeviceError, FcommError
+from fcomm.protocols import HOPPER, GpuShare, Protocol, protocols
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -28,12 +32,17 @@ if TYPE_CHECKING:
     from fcomm import Communicator
 
 P = TypeVar("P", bound=Hashable)
+T = TypeVar("T")
 
 COPY = "copy"
 """What one rank does, whatever the protocol: a case's name for it."""
+FLOOR = "floor"
+"""A kernel that moves the input to the output and communicates nothing: a case's name for it, in `protocol`."""
 CHECKED_CALLS = 4
 DATASETS = 4
 """More than an encoding has copies of a slot (3): a call that read any earlier call's data is always seen."""
+
+ARRAY, STAGING = "array", "staging"
 
 
 # ---- cases and modes -------------------------------------------------------------------------------------------------
@@ -51,7 +60,9 @@ class Case:
     mode: str = "host"
     shape: tuple[int, int] | None = None
     """(blocks, threads) in place of the default launch shape."""
-    features: str = "none"
+    dependent_launch: str = "none"
+    input: str = ARRAY
+    """Where the input lies: an array of the caller's, or the staging buffer, where peers pull it from as it is."""
 
     @property
     def point(self) -> tuple[str, str, int, int]:
@@ -60,28 +71,82 @@ class Case:
     @property
     def registered_name(self) -> str:
         """What to ask the communicator for."""
-        return "auto" if self.protocol == COPY else self.protocol
+        return "auto" if self.protocol in (COPY, FLOOR) else self.protocol
 
-    def columns(self) -> dict[str, Any]:
+    @property
+    def count(self) -> int:
+        """Elements of one rank's input."""
+        return self.nbytes // REDUCIBLE[self.dtype].itemsize
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        """Shape of one rank's result."""
+        if self.collective == "all_gather":
+            return (self.ranks, self.count)
+        return (self.count // self.ranks if self.collective == "reduce_scatter" else self.count,)
+
+    def form(self, gpu: GpuShare | None = None) -> Protocol | None:
+        """The protocol that runs: the one named, or the one that a name for several stands for at this size."""
+        if self.protocol in (COPY, FLOOR):
+            return None
+        return protocols()[self.protocol].at(self.nbytes, self.ranks, gpu or HOPPER)
+
+    def refusal(self, capabilities: frozenset[str], gpu: GpuShare | None = None) -> str | None:
+        """Why it cannot be measured at all, in one clause; None if it can."""
+        if self.collective == "reduce_scatter" and self.count % self.ranks:
+            return f"{self.count} elements are no equal parts for {self.ranks} ranks"
+        form = self.form(gpu)
+        return None if form is None else form.refusal(self.dtype, self.ranks, capabilities, self.nbytes)
+
+    def columns(self, gpu: GpuShare | None = None) -> dict[str, Any]:
         """The counted facts of the case, as columns of `records.CASES`."""
-        from fcomm.dtypes import REDUCIBLE
-
-        p = None if self.protocol == COPY else protocols()[self.protocol]
+        p = self.form(gpu)
         return {
             "collective": self.collective,
             "protocol": self.protocol,
-            "algorithm": p.algorithm.name if p else COPY,
-            "encoding": "+".join(e.name for e in p.encodings) if p else "",
+            "form": p.name if p else self.protocol,
+            "algorithm": p.algorithm.name if p else self.protocol,
+            "encoding": "+".join(dict.fromkeys(e.name for e in p.encodings)) if p else "",
             "baseline": bool(p and p.baseline),
             "mode": self.mode,
-            "features": self.features,
+            "dependent_launch": self.dependent_launch,
+            "input": self.input,
+            "shape": "" if self.shape is None else f"{self.shape[0]}x{self.shape[1]}",
             "ranks": self.ranks,
             "dtype": self.dtype,
-            "count": self.nbytes // REDUCIBLE[self.dtype].itemsize,
+            "count": self.count,
             "nbytes": self.nbytes,
             "rounds": p.algorithm.rounds if p else 0,
             "wire_bytes": p.wire_bytes(self.nbytes, self.ranks) if p else 0,
         }
+
+    @classmethod
+    def from_columns(cls, row: Mapping[str, Any]) -> Case:
+        """The case that has these columns."""
+        blocks, _, threads = row["shape"].partition("x")
+        return cls(
+            row["collective"],
+            row["protocol"],
+            row["dtype"],
+            int(row["nbytes"]),
+            int(row["ranks"]),
+            row["mode"],
+            (int(blocks), int(threads)) if blocks else None,
+            row["dependent_launch"],
+            row["input"],
+        )
+
+
+def arrays(comm: Communicator, case: Case) -> tuple[Any, Any]:
+    """An input and an output for the case."""
+    if case.input == STAGING:
+        x = comm.staging_view(case.count, case.dtype)
+        form = case.form(comm.gpu)
+        if form is not None and form.algorithm.in_place_staging:
+            return x, x
+    else:
+        x = comm.empty(case.count, case.dtype)
+    return x, comm.empty(math.prod(case.out_shape), case.dtype).reshape(case.out_shape)
 
 
 Launch = Callable[[], Any]
@@ -95,15 +160,18 @@ class Mode:
     name: str
     meaning: str
     bind: Callable[[Communicator, Case, Any, Any], Launch]
-    """(comm, case, x, out) -> what is timed; also what is checked before."""
+    """(comm, case, x, out) -> what is timed; where nothing else is, also what is checked before. Collective."""
     sample: Callable[[Communicator, Launch, int], NDArray[np.int64]]
     """(comm, launch, iterations) -> nanoseconds on this rank, shape (iterations,). Collective."""
+    calls: int = 1
+    """Calls that one iteration makes, for planning."""
+    overhead_s: float = 0.0
+    """What an iteration costs beside its calls, for planning."""
 
 
 def _bind_eager(comm: Communicator, case: Case, x: Any, out: Any) -> Launch:
-    name, shape = case.registered_name, case.shape
-    assert case.collective == "all_reduce", case
-    return lambda: comm.all_reduce(x, out, protocol=name, shape=shape)
+    name, shape, collective = case.registered_name, case.shape, getattr(comm, case.collective)
+    return lambda: collective(x, out, protocol=name, shape=shape)
 
 
 def _bind_prepared(comm: Communicator, case: Case, x: Any, out: Any) -> Launch:
@@ -131,6 +199,21 @@ MODES: Mapping[str, Mode] = MappingProxyType(
         )
     }
 )
+"""Kinds of latency that any backend can be asked for; `measure_cuda` has a GPU's."""
+
+
+def modes(backend: str) -> Mapping[str, Mode]:
+    """Kinds of latency that a sweep takes on a backend, by name; the first one is its default."""
+    if backend == "cpu":
+        return MODES
+    from fcomm import measure_cuda
+
+    return MappingProxyType({name: mode for name, mode in measure_cuda.MODES.items() if name != FLOOR})
+
+
+def mode_names() -> dict[str, str]:
+    """Every mode that a sweep knows, with its meaning."""
+    return {m.name: m.meaning for backend in ("cuda", "cpu") for m in modes(backend).values()}
 
 
 def grid(comm: Communicator, case: Case, x: Any, out: Any) -> tuple[int, int]:
@@ -169,47 +252,180 @@ def age_s() -> float:
 # ---- checking --------------------------------------------------------------------------------------------------------
 
 
-def datasets(
-    comm: Communicator, seed: Sequence[int], count: int, dtype: str
-) -> list[tuple[NDArray[Any], NDArray[Any]]]:
-    """Random inputs on which the order of summation shows: (own input, exact result), `DATASETS` of them. Collective."""
-    made = []
-    for k in range(DATASETS):
-        own = checks.inputs([*seed, count, k], comm.rank, comm.world_size, count, dtype)
-        every = np.empty((comm.world_size, own.nbytes), np.uint8)
-        comm.mpi.Allgather(own.view(np.uint8), every)
-        made.append((own, checks.reduce_reference([row.view(own.dtype) for row in every])))
-    return made
+class WrongElementsError(FcommError):
+    """Results were wrong where they had been right before; raised on all ranks alike."""
+
+    def __init__(self, message: str, count: int = 1) -> None:
+        super().__init__(message)
+        self.count = count
+
+
+def _sentence(error: Exception) -> FcommError:
+    """An error of this package as it is; any other one is a bug, shown in full, that ends one case and not the sweep."""
+    if isinstance(error, FcommError):
+        return error
+    traceback.print_exception(error, file=sys.stderr)
+    if getattr(error, "status", None) is not None:
+        from fcomm.backends.cuda import translated
+
+        return translated(error)
+    lines = str(error).splitlines()
+    return FcommError(f"{type(error).__name__}: {lines[0] if lines else 'no message'}")
+
+
+def together(mpi: MPI.Intracomm, step: Callable[[], T]) -> T:
+    """Runs a step that meets the other ranks nowhere but in kernels; if it fails on one, all raise alike."""
+
+    def guarded() -> T:
+        try:
+            return step()
+        except Exception as error:
+            raise _sentence(error) from None
+
+    return bootstrap.collectively(mpi, guarded)
+
+
+class Dataset:
+    """A random input of each rank, on which the order of summation shows, and what protocols make of them here.
+
+    Collective to make. forms : the protocols that will be asked about.
+    """
+
+    def __init__(
+        self, comm: Communicator, seed: Sequence[int], case: Case, forms: Iterable[Protocol | None] = ()
+    ) -> None:
+        n = comm.world_size
+        self.own = checks.inputs([*seed, case.count], comm.rank, n, case.count, case.dtype)
+        every = np.empty((n, self.own.nbytes), np.uint8)
+        comm.mpi.Allgather(self.own.view(np.uint8), every)
+        rows = [row.view(self.own.dtype) for row in every]
+        self._want: dict[str, NDArray[Any]] = {}
+        for form in forms:
+            key = _zero_rule(form)
+            if key not in self._want:
+                self._want[key] = self.own if form is None or n == 1 else checks.expected(form, rows, comm.rank)
+
+    def want(self, form: Protocol | None) -> NDArray[Any]:
+        """The exact result on this rank, flat."""
+        return self._want[_zero_rule(form)]
+
+
+def _zero_rule(form: Protocol | None) -> str:
+    """Protocols of one collective have the same results, but for those that cannot send one of the zeros."""
+    return form.name if form is not None and form.name in checks.ZERO_NOT_SENT else ""
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A case with the communicator that runs it, its arrays, and what starts one call."""
+
+    comm: Communicator
+    case: Case
+    x: Any
+    out: Any
+    launch: Launch
+
+
+def _put(comm: Communicator, array: Any, host: NDArray[Any]) -> Any:
+    """Queues a copy of the host's array to one of the backend's; returns what must live until it is done."""
+    backend, source = comm.backend, comm.from_host(host)
+    backend.copy(backend.view(source), backend.view(array), backend.stream(array, None))
+    return source
+
+
+def in_turns(
+    mpi: MPI.Intracomm, bound: Sequence[Bound], turns: int, step: Callable[[int, Bound], None]
+) -> dict[Case, str]:
+    """Runs step(turn, candidate) for all candidates one after the other, `turns` times. Collective.
+
+    Returns, in one sentence each, why candidates failed on some rank; a failed one is left out from then on. Steps meet the
+    other ranks in kernels only, whose waits are bounded: where one rank fails, the others give up in the same candidate or
+    the next one, and the first of them is the one to blame. Raises `DeviceError` if the GPU failed with it.
+    """
+    failed: dict[Case, str] = {}
+    for turn in range(turns):
+        while left := [b for b in bound if b.case not in failed]:
+            error: tuple[int, str, bool] | None = None
+            for k, candidate in enumerate(left):
+                try:
+                    step(turn, candidate)
+                except Exception as caught:
+                    why = _sentence(caught)
+                    error = (k, str(why), isinstance(why, DeviceError))
+                    break
+            first = min((e for e in mpi.allgather(error) if e is not None), default=None)
+            if first is None:
+                break
+            number, sentence, fatal = first
+            if fatal:
+                raise DeviceError(f"{left[number].case.protocol}: {sentence}")
+            failed[left[number].case] = sentence
+            recover(left)
+    return failed
+
+
+def recover(bound: Iterable[Bound]) -> None:
+    """Collective: puts the communicators of these candidates into their first state after one of them failed."""
+    for comm in dict.fromkeys(b.comm for b in bound):
+        comm.reset()
+        if comm.backend.name == "cuda":
+            from fcomm import measure_cuda
+
+            measure_cuda.recover(comm)
 
 
 def verify(
-    comm: Communicator,
-    launches: Mapping[Case, Launch],
-    x: Any,
-    out: Any,
-    data: Sequence[tuple[NDArray[Any], NDArray[Any]]],
-) -> dict[Case, int]:
-    """Wrong elements of each candidate of a point, over `CHECKED_CALLS` calls and all ranks.
+    mpi: MPI.Intracomm, bound: Sequence[Bound], data: Sequence[Dataset]
+) -> tuple[dict[Case, int], dict[Case, str]]:
+    """Wrong elements of each candidate of a point, over `CHECKED_CALLS` calls and all ranks; and why candidates failed.
 
     Candidates take turns and each call has other data than those before it, since what is stale may be another's.
     Outputs are poisoned, so that an element that was not written is wrong. Collective; the same result on all ranks.
     """
-    turns = itertools.cycle(data)
-    poison = np.empty_like(data[0][1])
-    checks.poison(poison)
-    wrong = np.zeros(len(launches), np.int64)
-    for _ in range(CHECKED_CALLS):
-        for k, launch in enumerate(launches.values()):
-            own, want = next(turns)
-            x[...] = comm.from_host(own)
-            out[...] = comm.from_host(poison)
-            comm.backend.synchronize()
-            launch()
-            comm.backend.synchronize()
-            wrong[k] += checks.wrong_elements(comm.to_host(out), want)
-    total = np.empty_like(wrong)
-    comm.mpi.Allreduce(wrong, total)
-    return dict(zip(launches, total.tolist(), strict=True))
+    number = {b.case: k for k, b in enumerate(bound)}
+    wrong = dict.fromkeys((b.case for b in bound), 0)
+
+    def check(turn: int, b: Bound) -> None:
+        # An odd stride, so that a candidate does not meet the same data in every turn.
+        dataset = data[(turn * (len(bound) | 1) + number[b.case]) % len(data)]
+        want = dataset.want(b.case.form(b.comm.gpu))
+        kept = []
+        if b.out is not b.x:
+            poison = np.empty_like(want)
+            checks.poison(poison)
+            kept.append(_put(b.comm, b.out, poison))
+        kept.append(_put(b.comm, b.x, dataset.own))
+        b.comm.backend.synchronize()
+        b.launch()
+        b.comm.backend.synchronize()
+        b.comm.check()
+        wrong[b.case] += checks.wrong_elements(b.comm.to_host(b.out), want)
+
+    failed = in_turns(mpi, bound, CHECKED_CALLS, check)
+    mine = np.array(list(wrong.values()), np.int64)
+    total = np.empty_like(mine)
+    mpi.Allreduce(mine, total)
+    return dict(zip(wrong, total.tolist(), strict=True)), failed
+
+
+COSTED_CALLS = 8
+
+
+def call_seconds(mpi: MPI.Intracomm, bound: Sequence[Bound]) -> tuple[dict[Case, float], dict[Case, str]]:
+    """Seconds of one of a few calls in a row, on the slowest rank; and why candidates failed. Collective."""
+    seconds = dict.fromkeys((b.case for b in bound), 0.0)
+
+    def burst(turn: int, b: Bound) -> None:
+        start = time.perf_counter()
+        for _ in range(COSTED_CALLS):
+            b.launch()
+        b.comm.backend.synchronize()
+        b.comm.check()
+        seconds[b.case] = (time.perf_counter() - start) / COSTED_CALLS
+
+    failed = in_turns(mpi, bound, 1, burst)
+    every: list[dict[Case, float]] = mpi.allgather(seconds)
+    return {case: max(one[case] for one in every) for case in seconds}, failed
 
 
 # ---- budgets ---------------------------------------------------------------------------------------------------------
@@ -222,6 +438,10 @@ VISIT_S = 2e-3
 """Fixed cost of a visit: gathering times and appending them."""
 LEAST, MOST = 10, 400
 """Timed calls of a case: fewer do not give a 95 % interval worth showing, more do not narrow it visibly."""
+MOST_REPLAYS = 40
+"""As `MOST`, on GPUs: a replay is the mean of many calls already."""
+VISIT_CUDA_S = 8e-3
+"""As `VISIT_S`, on GPUs: a fifth of what it costs to capture two graphs and to check them is added."""
 
 
 def point_seconds(cost_s: float, iterations: int, candidates: int, visit_s: float) -> float:
@@ -355,7 +575,7 @@ def summarise(samples: pd.DataFrame, cases: pd.DataFrame) -> pd.DataFrame:
     rows = []
     for case, calls in slowest_rank(samples).groupby("case", sort=True):
         facts = dict(known.loc[[case]].iloc[0].items())
-        if facts["wrong"] > 0:
+        if facts["wrong"] > 0 or facts["status"] != "measured":
             continue
         groups = [g.to_numpy(np.float64) / 1e3 for _, g in calls.groupby("launch")["nanoseconds"]]
         us = np.concatenate(groups)
@@ -379,4 +599,17 @@ def summarise(samples: pd.DataFrame, cases: pd.DataFrame) -> pd.DataFrame:
         )
     summary = pd.DataFrame(rows, columns=["case", *(c.name for c in LATENCY)])
     summary = summary.astype({"case": cases["case"].dtype, **{c.name: c.type for c in LATENCY}})
-    return cases.drop(columns="iterations").merge(summary, on="case", how="inner")
+    return _beside_floor(cases.drop(columns="iterations").merge(summary, on="case", how="inner"))
+
+
+_SAME_FLOOR = ["collective", "dtype", "nbytes", "ranks", "mode", "dependent_launch", "blocks", "threads"]
+
+
+def _beside_floor(latency: pd.DataFrame) -> pd.DataFrame:
+    """Fills in each case's floor: the one that was measured with its very grid and launch feature."""
+    floors = latency[latency["protocol"] == FLOOR]
+    known = {tuple(row): us for *row, us in floors[[*_SAME_FLOOR, "latency_us"]].itertuples(index=False)}
+    keys = latency[_SAME_FLOOR].itertuples(index=False)
+    latency["floor_us"] = [known.get(tuple(key), math.nan) for key in keys]
+    latency["floor_multiple"] = latency["latency_us"] / latency["floor_us"]
+    return latency

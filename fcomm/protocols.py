@@ -209,7 +209,8 @@ class Protocol:
 
     def max_threads(self, world_size: int) -> int:
         """Threads per block that its kernel is compiled for; what sets the registers that a thread may use."""
-        wide = world_size <= self.algorithm.wide_ranks and len({e.name for e in self.encodings}) == 1
+        plain = len({e.name for e in self.encodings}) == 1 and not any(e.max_chunks for e in self.encodings)
+        wide = plain and world_size <= self.algorithm.wide_ranks
         return self.algorithm.max_threads * (2 if wide else 1)
 
     def wire_bytes(self, nbytes: int, world_size: int, gpu: GpuShare = HOPPER) -> int:

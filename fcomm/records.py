@@ -24,6 +24,7 @@ import json
 import os
 import re
 import shutil
+import tempfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -42,7 +43,7 @@ from fcomm.errors import RecordError
 if TYPE_CHECKING:  # imported where used: seven of eight ranks never touch a record, and these take a second each
     import pandas as pd
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -68,12 +69,15 @@ CASES = (
     Column("launch", "int16", "", "number of the mpirun within the run"),
     Column("case", "int32", "", "number of the case, the same in all launches of the run"),
     Column("collective", "string", "", "all_reduce, all_gather or reduce_scatter"),
-    Column("protocol", "string", "", "name in the registry; `copy` for one rank"),
+    Column("protocol", "string", "", "name in the registry; `copy` for one rank, `floor` for what communicates nothing"),
+    Column("form", "string", "", "what ran: the protocol itself, or the one that a name for several stood for"),
     Column("algorithm", "string", "", "the protocol's algorithm"),
     Column("encoding", "string", "", "the encodings of its phases, joined by +; empty for baselines without one"),
     Column("baseline", "bool", "", "there to be compared with; never chosen by the selector"),
-    Column("mode", "string", "", "which latency was taken: host, prepared, ..."),
-    Column("features", "string", "", "launch features: none, or how dependent launch was used"),
+    Column("mode", "string", "", "which latency was taken: graph, isolated, host, prepared"),
+    Column("dependent_launch", "string", "", "launch feature: none, or late (trigger behind the last store)"),
+    Column("input", "string", "", "where the input lay: array (the caller's own) or staging (pulled from there as it is)"),
+    Column("shape", "string", "", "launch shape that was asked for, blocks x threads; empty: the protocol's default"),
     Column("ranks", "int16", "ranks", "world size of the communicator"),
     Column("dtype", "string", "", "element type"),
     Column("count", "int64", "elements", "elements of one rank's input"),
@@ -94,13 +98,17 @@ CASES = (
     ),
     Column("checked_calls", "int32", "calls", "calls with fresh data compared with the reference before timing"),
     Column("wrong", "int64", "elements", "elements of those calls, over all ranks, whose bits were wrong"),
-    Column("status", "string", "", "measured, wrong (never timed), dropped (no time) or refused (not admitted)"),
+    Column("status", "string", "", "measured, wrong or failed (its times are void), dropped (no time), refused (not admitted)"),
     Column("reason", "string", "", "why it was not measured; empty where it was"),
     Column(
-        "floor_us",
-        "float64",
-        "µs",
-        "time of a kernel that communicates nothing, plus link terms",
+        "dependent_edges", "int32", "edges", "programmatic edges in the captured graph; empty: not counted", optional=True
+    ),
+    Column(
+        "arrival_skew_us", "float64", "µs", "median wait of the first rank for the last one before a timed stretch",
+        optional=True,
+    ),
+    Column(
+        "l2_gbps", "float64", "GB/s", "rate at which the ranks of one shared GPU copied within its L2, all together",
         optional=True,
     ),
     Column("emulated", "bool", "", "times of the cpu backend: an emulation, not a GPU"),
@@ -118,6 +126,8 @@ LATENCY = (
     Column("min_us", "float64", "µs", "smallest over calls of the slowest rank's time"),
     Column("algbw_gbps", "float64", "GB/s", "nbytes (all-gather: ranks x nbytes) / latency_us"),
     Column("busbw_gbps", "float64", "GB/s", "algbw_gbps x the collective's bus factor, as in nccl-tests"),
+    Column("floor_us", "float64", "µs", "median of the floor with the same grid and launch feature; NaN: not measured"),
+    Column("floor_multiple", "float64", "", "latency_us / floor_us"),
 )
 
 _LAUNCH = re.compile(r"launch-(\d+)")
@@ -170,7 +180,7 @@ def _parquet(table: Any) -> bytes:
     import pyarrow.parquet as pq
 
     sink = pa.BufferOutputStream()
-    pq.write_table(table, sink, compression="zstd")
+    pq.write_table(table, sink, compression="zstd", compression_level=15)
     return sink.getvalue().to_pybytes()
 
 
@@ -206,6 +216,7 @@ class Recorder:
         self._file: io.FileIO | None = None
         self._next: dict[int, int] = {}
         self._ranks: dict[int, int] = {}
+        self._rows: dict[int, dict[str, Any]] = {}
 
     @classmethod
     def create(
@@ -269,14 +280,30 @@ class Recorder:
         """Fixes the launch's cases: one mapping of `CASES` columns (without launch and iterations) each."""
         import pyarrow as pa
 
-        rows = [{**row, "launch": self.launch, "iterations": 0} for row in cases]
+        optional = {c.name: None for c in CASES if c.optional}
+        rows = [{**optional, **row, "launch": self.launch, "iterations": 0} for row in cases]
         self._ranks = {row["case"]: row["ranks"] for row in rows}
-        write_whole(self._folder / "cases.parquet", _parquet(pa.Table.from_pylist(rows, schema=_schema(CASES))))
+        self._rows = {row["case"]: row for row in rows}
+        self._write_cases()
         path = self._folder / "samples.arrows"
         with _writing(path):
             self._file = io.FileIO(path, "x")
         self._writer = pa.ipc.new_stream(self._buffer, _schema(SAMPLES))
         self._put()
+
+    def _write_cases(self) -> None:
+        import pyarrow as pa
+
+        rows = list(self._rows.values())
+        write_whole(self._folder / "cases.parquet", _parquet(pa.Table.from_pylist(rows, schema=_schema(CASES))))
+
+    def amend(self, facts: Mapping[int, Mapping[str, Any]]) -> None:
+        """Puts in what only showed while cases were timed, by case: that one failed, or a fact about its graph."""
+        changed = {case: f for case, f in facts.items() if f}
+        for case, values in changed.items():
+            self._rows[case].update(values)
+        if changed:
+            self._write_cases()
 
     def append(self, case: int, nanoseconds: NDArray[np.int64]) -> None:
         """Adds one visit of a case. nanoseconds : shape (iterations, ranks)."""
@@ -385,6 +412,83 @@ def _seal(folder: Path) -> None:
     write_whole(folder / "seal.json", _json(seal))
 
 
+# ---- slim copies -----------------------------------------------------------------------------------------------------
+
+SLIM_CALLS = (None, 20, 10, 5, 2, 1)
+"""Timed calls of each case that a slim copy keeps: the first of these that fits; None: all."""
+
+
+def export(source: Path, destination: Path, limit_bytes: int) -> int | None:
+    """Writes a complete run to a folder of its own, in `limit_bytes` at most; returns the calls kept of each case.
+
+    What does not fit is left out of the samples, evenly; the statistics of all of them then go along. None: all are there.
+    """
+    run = load(source)
+    if not run.complete:
+        raise RecordError(f"{source} is not complete: finish it with --resume {source}")
+    if run.summary is not None:
+        raise RecordError(f"{source} is a slim copy already")
+    with _writing(destination):
+        destination.mkdir(parents=True, exist_ok=True)
+        if any(destination.iterdir()):
+            raise RecordError(f"{destination} is not empty: name a new folder")
+    for calls in SLIM_CALLS:
+        with _writing(destination):
+            scratch = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", dir=destination.parent))
+        try:
+            _write_slim(run, scratch, calls)
+            size = sum(p.stat().st_size for p in scratch.rglob("*") if p.is_file())
+            if size <= limit_bytes:
+                with _writing(destination):
+                    scratch.chmod(0o755)
+                    scratch.replace(destination)
+                return calls
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+    destination.rmdir()
+    raise RecordError(f"{source} does not fit into {limit_bytes} bytes, even with one call of each case")
+
+
+def _write_slim(run: Run, folder: Path, calls: int | None) -> None:
+    import pyarrow as pa
+
+    content = _read_json(run.path / "run.json")
+    if calls is not None:
+        names = ["case", *(c.name for c in LATENCY)]
+        columns = (Column("case", "int32", "", ""), *LATENCY)
+        summary = pa.Table.from_pandas(run.latency[names], schema=_schema(columns), preserve_index=False)
+        write_whole(folder / "latency.parquet", _parquet(summary))
+        content["slim"] = {"calls": calls, "latency_sha256": _sha256(folder / "latency.parquet")}
+    write_whole(folder / "run.json", _json(content))
+    for original in _launch_folders(run.path):
+        launch, target = _read_launch(original), folder / original.name
+        target.mkdir()
+        samples = launch.samples
+        if calls is not None:
+            every = samples[["case", "iteration"]].drop_duplicates()
+            number = every.groupby("case").cumcount()
+            total = every.groupby("case")["iteration"].transform("size")
+            # Evenly: a call is kept where calls * number / total passes a whole number.
+            kept = every[(number + 1) * calls // total.clip(lower=calls) > number * calls // total.clip(lower=calls)]
+            samples = samples.merge(kept, on=["case", "iteration"], how="inner")
+        write_whole(target / "provenance.json", (original / "provenance.json").read_bytes())
+        for name, frame, schema in (("cases", launch.cases, CASES), ("samples", samples, SAMPLES)):
+            table = pa.Table.from_pandas(frame, schema=_schema(schema), preserve_index=False)
+            write_whole(target / f"{name}.parquet", _parquet(table))
+        _seal(target)
+
+
+def _read_summary(path: Path, content: Mapping[str, Any]) -> pd.DataFrame | None:
+    if "slim" not in content:
+        return None
+    file = path / "latency.parquet"
+    if not file.is_file():
+        raise RecordError(f"{file} is missing from a slim copy")
+    if _sha256(file) != content["slim"].get("latency_sha256"):
+        raise RecordError(f"{file.resolve()} was changed: its SHA-256 is not the recorded one")
+    return _read_parquet(file, (Column("case", "int32", "", ""), *LATENCY))
+
+
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
@@ -418,6 +522,8 @@ class Run:
     complete: bool
     owed: dict[int, int] = field(default_factory=dict)
     """Timed calls that an interrupted run still owes, by case."""
+    summary: pd.DataFrame | None = None
+    """Of a slim copy: the statistics of all samples, of which it holds a part."""
 
     @property
     def provenance(self) -> dict[str, Any]:
@@ -429,6 +535,8 @@ class Run:
         """One row for each case with samples: its columns and the statistics (`LATENCY`)."""
         from fcomm.measure import summarise
 
+        if self.summary is not None:
+            return self.cases.drop(columns="iterations").merge(self.summary, on="case", how="inner")
         return summarise(self.samples, self.cases)
 
     @property
@@ -445,10 +553,12 @@ class Run:
                 f"{p.get('hostname', '?')}; times of an emulation, not of GPUs"
             )
         devices = p.get("devices", [])
-        count = len({str(d) for d in devices})
         model = devices[0].get("device", "GPU") if devices else "GPU"
-        sharing = f"{shared} sharing one GPU" if count == 1 and ranks > 1 else f"{shared} on {count} GPUs"
-        return f"{p.get('backend', '?')} backend: {sharing} ({model}) of {p.get('hostname', '?')}"
+        gpus = len({str(d.get("uuid", d)) for d in devices})
+        if gpus > 1 or ranks < 2:
+            return f"{shared} on {gpus} {model} of {p.get('hostname', '?')}"
+        through = "through MPS" if devices and devices[0].get("mps") else "without MPS"
+        return f"{shared} sharing one {model} {through}"
 
     def for_figures(self) -> pd.DataFrame:
         """`latency`, where it may be shown and fitted; `RecordError` for a time-sliced run and for one without times."""
@@ -480,6 +590,7 @@ def load(path: str | Path) -> Run:
         launches=[launch.provenance for launch in launches],
         samples=samples,
         cases=_merge(every, samples),
+        summary=_read_summary(path, content),
         complete=bool(launches) and all(launch.sealed for launch in launches),
         owed=_owed(launches),
     )
@@ -503,7 +614,7 @@ def _merge(every: pd.DataFrame, samples: pd.DataFrame) -> pd.DataFrame:
     merged["planned"] = ordered.groupby("case")["planned"].max()
     counts = samples.drop_duplicates(["launch", "case", "iteration"]).groupby("case").size()
     merged["iterations"] = counts.reindex(merged.index, fill_value=0).astype("int32")
-    bad = ordered[ordered["status"] == "wrong"].drop_duplicates("case").set_index("case")
+    bad = ordered[ordered["status"].isin(["wrong", "failed"])].drop_duplicates("case").set_index("case")
     merged.loc[bad.index, ["status", "reason"]] = bad[["status", "reason"]]
     return merged.reset_index()
 
@@ -514,7 +625,8 @@ def _owed(launches: Sequence[_Launch]) -> dict[int, int]:
         if launch.sealed:
             continue
         if not launch.provenance["resumes"]:
-            for case, planned in zip(launch.cases["case"], launch.cases["planned"], strict=True):
+            runnable = launch.cases[launch.cases["status"] == "measured"]
+            for case, planned in zip(runnable["case"], runnable["planned"], strict=True):
                 owed[int(case)] = owed.get(int(case), 0) + int(planned)
         for case, count in launch.recorded().items():
             owed[case] = owed.get(case, 0) - count

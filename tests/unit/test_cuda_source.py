@@ -129,11 +129,11 @@ def test_launch_arguments_are_a_pointer_to_a_pointer_to_the_struct() -> None:
     backend._packed, backend._last = {}, [None]
     params = np.zeros(1, params_dtype(2))
     params["nbytes"] = 4321
-    address = backend._pack(params)[2]
+    address = backend._pack(params).pointers_address
     first = ctypes.c_void_p.from_address(address).value
     assert first == params.ctypes.data
     offset = params.dtype.fields["nbytes"][1]  # type: ignore[index]
     assert ctypes.c_uint64.from_address(first + offset).value == 4321
     params["nbytes"] = 99  # a plan writes into the same memory for every call
     assert ctypes.c_uint64.from_address(first + offset).value == 99
-    assert backend._packed[id(params)][0] is params
+    assert backend._packed[id(params)].params is params
