@@ -35,13 +35,13 @@ FC_DEVICE u32* semaphore(const Params& p, u32 owner, u32 source) {
 // Deadlock freedom: a thread pushes all it owns before its first poll, and the grid is resident.
 template <class T, class F>
 FC_DEVICE void exchange(const Params& p, const F& f) {
-  const u32 turn = ld_relaxed_gpu(counter(p));
-  const EpochWords now = ld_epoch(control(p));
   const u32 cells = u32(p.nbytes / 16), stride = gridDim.x * blockDim.x;
   const u32 first = blockIdx.x * blockDim.x + threadIdx.x;
   const Cell* in = reinterpret_cast<const Cell*>(p.in);
   Cell next = {{0, 0, 0, 0}};
-  if (first < cells) next = ld_plain(in + first);  // before anything that needs the words above
+  if (first < cells) next = ld_plain(in + first);  // asked for together with the words below
+  const u32 turn = ld_relaxed_gpu(counter(p));
+  const EpochWords now = ld_epoch(control(p));
   if (now.poison != 0) return;
   const u32 copy = turn & 1u;
   for (u32 c = first; c < cells;) {

@@ -33,13 +33,13 @@ template <class T>
 FC_DEVICE void lamport_fp_one_shot(const Params& p) {
   launch_wait();
   u32* state = lamport_fp::state(p);
-  const Cell told = ld_relaxed_gpu(reinterpret_cast<const Cell*>(state));
-  const EpochWords now = ld_epoch(control(p));
   const u32 cells = u32(p.nbytes / 16), stride = gridDim.x * blockDim.x;
   const u32 first = blockIdx.x * blockDim.x + threadIdx.x;
   const Cell* in = reinterpret_cast<const Cell*>(p.in);
   Cell next = {{0, 0, 0, 0}};
-  if (first < cells) next = ld_plain(in + first);  // before anything that needs the words above
+  if (first < cells) next = ld_plain(in + first);  // asked for together with the words below
+  const Cell told = ld_relaxed_gpu(reinterpret_cast<const Cell*>(state));
+  const EpochWords now = ld_epoch(control(p));
   if (now.poison != 0) return;
   const u32 copy = told.w[0], before = copy == 0 ? 2 : copy - 1;
   const u32 before_cells = before == 0 ? told.w[1] : before == 1 ? told.w[2] : told.w[3];
