@@ -16,7 +16,7 @@ from fcomm.dtypes import BYTES, REDUCIBLE
 from fcomm.errors import ArgumentError, ClosedError, DisagreementError, HangError, NotAdmittedError
 from fcomm.layout import CALL_WORDS, ERROR_DTYPE, FIRST_CALL_WORD, V2_MAX_BLOCKS, SlabLayout, error_message
 from fcomm.protocols import CELL_BYTES, HOPPER, GpuShare, Protocol, protocol, protocols, shard_bytes
-from fcomm.source import Specialisation
+from fcomm.source import MAX_THREADS, Specialisation
 
 WARP = 32
 ALIGNMENT = 16
@@ -110,8 +110,11 @@ def _default_shape(comm: Communicator, proto: Protocol, piece: Piece) -> LaunchS
     if not proto.encodings:
         return comm.backend.default_shape(-(-longest // CELL_BYTES))
     encoding = proto.encodings[0]
-    parts = comm.world_size if "shard" in proto.algorithm.phases else 1  # a thread has one cell of one part
-    shape = comm.backend.default_shape(encoding.cells(longest) * parts)
+    sharded = "shard" in proto.algorithm.phases
+    parts = comm.world_size if sharded else 1  # a thread has one cell of one part
+    # Whole messages gain from the largest blocks once a grid of smaller ones is full; shards were measured not to.
+    most = MAX_THREADS if sharded else proto.max_threads(comm.world_size)
+    shape = comm.backend.default_shape(encoding.cells(longest) * parts, most)
     if encoding.max_chunks:  # a chunk is one block's, and takes a fence: the more at a time the better
         return LaunchShape(encoding.chunks(longest), shape.threads)
     return shape

@@ -55,13 +55,10 @@ ERROR_DTYPE = np.dtype(
     [(n, "<u4") for n in ("valid", "rank", "peer", "block", "blocks_started", "blocks", "epoch", "protocol")]
     + [("nbytes", "<u8"), ("cell", "<u8"), ("seen", "<u4", 4), ("channel", "<u4"), ("reserved", "<u4", 15)]
 )
-LAMPORT_DTYPE = np.dtype([("copy", "<u4"), ("cells", "<u4", 3), ("cells2", "<u4", 3), ("reserved", "<u4")])
 CONTROL_DTYPE = np.dtype(
-    [(n, "<u4") for n in ("epoch", "poison", "ticket", "claim")]
-    + [("reserved", "<u4", 4), ("lamport", LAMPORT_DTYPE, 2), ("reserved2", "<u4", 8)]
+    [("epoch", "<u4"), ("poison", "<u4"), ("lamport", "<u4", 2), ("ticket", "<u4"), ("claim", "<u4")]
+    + [("reserved", "<u4", 26)]
 )
-
-
 CALL_WORDS = ("in", "out", "nbytes", "stride", "part")
 """The words of a kernel's argument that differ from call to call, in a row."""
 FIRST_CALL_WORD = 2

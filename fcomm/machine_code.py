@@ -560,8 +560,6 @@ def marked(text: str) -> str:
         r"(Control\* control\(const Params& \w+\) \{) return [^;]*;", rf"\1 return (Control*){_CONTROL_BASE};", text
     )
     text = _sub(r"\bst_(relaxed|release)_sys\(&r->", "st_moved(&r->", text)
-    if "LamportState* s = &control(p)" in text:  # a baseline has no turns
-        text = _sub(r"\bst_relaxed_gpu\(&s->", "st_moved(&s->", text)
     text = re.sub(r"\bu64 message,", "ArrayAddress message,", text)
     text = _sub(r"^struct Payload \{", lambda m: f"}}{_MARKED_ACCESSES}namespace fc {{\n{m[0]}", text)
     start = text.index("FC_DEVICE Payload load_payload")

@@ -21,6 +21,7 @@ CELL_BYTES = 16
 
 MAX_THREADS = 512
 """Threads per block that kernels are compiled for, if their algorithm says nothing else: 128 registers for each."""
+WIDE_THREADS = 1024
 
 
 @dataclass(frozen=True)
@@ -147,9 +148,9 @@ class Algorithm:
     """Most ranks that it is made for; 0: any number."""
     grid: GridRule | None = None
     max_threads: int = MAX_THREADS
-    """Threads per block that its kernel is compiled for ..."""
+    """Threads per block that its kernel is compiled for, ..."""
     wide_ranks: int = 0
-    """... and for twice as many up to that world size, as long as 64 registers do without spilling."""
+    """... unless no more ranks than this take part: then for 1,024, since 64 registers do without spilling."""
     in_place_staging: bool = False
     """The result may lie in the staging buffer itself."""
     forms: Callable[[int, int, str], str] | None = None
@@ -211,7 +212,7 @@ class Protocol:
         """Threads per block that its kernel is compiled for; what sets the registers that a thread may use."""
         plain = len({e.name for e in self.encodings}) == 1 and not any(e.max_chunks for e in self.encodings)
         wide = plain and world_size <= self.algorithm.wide_ranks
-        return self.algorithm.max_threads * (2 if wide else 1)
+        return WIDE_THREADS if wide else self.algorithm.max_threads
 
     def wire_bytes(self, nbytes: int, world_size: int, gpu: GpuShare = HOPPER) -> int:
         """Bytes that one rank sends (or, for baselines that pull, reads) over its link in one call, evidence included.
@@ -269,7 +270,7 @@ ENCODINGS: Mapping[str, Encoding] = MappingProxyType(
             Encoding(
                 "lamport", "Lamport", "wire/lamport.cuh", 1, 16, 3, 4, 16, 16, frozenset({"atomic4"}), bit_exact=False
             ),
-            Encoding("lamport16", "Lamport16", "wire/lamport16.cuh", 1, 16, 3, 16, 16, 4, _ATOMIC16, bit_exact=False),
+            Encoding("lamport16", "Lamport16", "wire/lamport16.cuh", 1, 16, 3, 16, 16, 16, _ATOMIC16, bit_exact=False),
             Encoding("flag", "Flag", "wire/flag.cuh", 1, 16, 2, 0, 4, 0, frozenset({"acquire_release"}), max_chunks=64),
         )
     }

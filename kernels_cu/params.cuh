@@ -27,23 +27,15 @@ struct Region {
   u64 half_stride;  // bytes from a slot's start to the part that the second phase of a two-phase algorithm uses
 };
 
-// Which copy of its slots a Lamport encoding uses, and how far each copy was written.
-struct LamportState {
-  u32 copy;       // copy of the next call: 0, 1 or 2; stored as such, never derived from a counter that wraps
-  u32 cells[3];   // cells used from the start of each slot by the call that used that copy last
-  u32 cells2[3];  // the same for the half of the slot that a second phase uses
-  u32 reserved;
-};
-
-// Rank-local words. Only this rank's kernels write them, except that the host resets them between calls.
+// Rank-local words. Only this rank's kernels write them, except that the host resets them between calls. A call's first
+// access is one load of what it needs of the first 16 bytes: every warp makes it, and all of them at one address.
 struct Control {
-  u32 epoch;   // epoch of the next call
-  u32 poison;  // non-zero: a wait expired; kernels leave without pushing anything
-  u32 ticket;  // blocks of the running grid that have read the words above; wraps to 0 by itself
-  u32 claim;   // taken by the first block whose wait expires
-  u32 reserved[4];
-  LamportState lamport[2];
-  u32 reserved2[8];
+  u32 epoch;       // epoch of the next call
+  u32 poison;      // non-zero: a wait expired; kernels leave without pushing anything
+  u32 lamport[2];  // for each Lamport encoding, as Turn packs it: copy of the next call, what the call before it wrote
+  u32 ticket;      // blocks of the running grid that have read the words above; wraps to 0 by itself
+  u32 claim;       // taken by the first block whose wait expires
+  u32 reserved[26];
 };
 
 // Where the first expired wait leaves its description, in memory that the host can read while the kernel runs.

@@ -41,14 +41,18 @@ SMALL_BLOCK = 256
 """Threads per block of the default launch shape while its grid fits at two blocks per SM."""
 
 
-def gpu_shape(cells: int, sms: int) -> LaunchShape:
-    """The default grid of a GPU for so many 16-byte cells, before it is clamped to what may be resident."""
+def gpu_shape(cells: int, sms: int, most: int = MAX_THREADS) -> LaunchShape:
+    """The default grid of a GPU for so many 16-byte cells, before it is clamped to what may be resident.
+
+    most : threads per block that the kernel is compiled for.
+    """
     # Small blocks start sooner and spread over more SMs; two of them fit on an SM whatever the kernel's registers
     # (MAX_THREADS bounds those). Beyond that the grid strides, and larger blocks hold more threads per ticket.
     blocks = -(-cells // SMALL_BLOCK)
     if blocks <= 2 * sms:
         return LaunchShape(max(1, blocks), SMALL_BLOCK)
-    return LaunchShape(-(-cells // MAX_THREADS), MAX_THREADS)
+    threads = most if most > MAX_THREADS and cells > 2 * MAX_THREADS * sms else MAX_THREADS
+    return LaunchShape(-(-cells // threads), threads)
 
 
 class Kernel(Protocol):
@@ -94,7 +98,7 @@ class Backend(Protocol):
     def kernel(self, spec: Specialisation) -> Kernel:
         """Compiles a specialisation, or finds it compiled."""
 
-    def default_shape(self, cells: int) -> LaunchShape:
+    def default_shape(self, cells: int, most: int = MAX_THREADS) -> LaunchShape:
         """Launch shape for that many cells when nobody asked for one; not clamped to what is resident."""
 
     def launch(self, kernel: Any, shape: LaunchShape, params: NDArray[np.void], stream: Any) -> None:

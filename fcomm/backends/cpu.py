@@ -29,7 +29,7 @@ from fcomm.backends.base import LaunchShape, View
 from fcomm.dtypes import REDUCIBLE
 from fcomm.errors import ArgumentError, SetupError
 from fcomm.layout import CONTROL_BYTES, CONTROL_DTYPE, ERROR_DTYPE, LINE, SlabLayout
-from fcomm.source import Specialisation
+from fcomm.source import MAX_THREADS, Specialisation
 
 # -ffp-contract=off: a fused multiply-add would round once where the contract rounds twice. -O1 halves the time to build.
 FLAGS = (
@@ -227,7 +227,7 @@ class CpuBackend:
             self._kernels[key] = CpuKernel(build(spec))
         return self._kernels[key]
 
-    def default_shape(self, cells: int) -> LaunchShape:
+    def default_shape(self, cells: int, most: int = MAX_THREADS) -> LaunchShape:
         return LaunchShape(max(1, min(DEFAULT_BLOCKS, -(-cells // DEFAULT_THREADS))), DEFAULT_THREADS)
 
     def launch(self, kernel: CpuKernel, shape: LaunchShape, params: NDArray[np.void], stream: Any) -> None:

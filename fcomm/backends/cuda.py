@@ -534,8 +534,8 @@ class CudaBackend:
         """Loads a kernel `fc_kernel` from its whole source; compiled binaries are kept on disk by CuPy."""
         return CudaKernel(name, _asking(lambda: _load(self.device, name, text)), self.sms)
 
-    def default_shape(self, cells: int) -> LaunchShape:
-        return gpu_shape(cells, self.sms)
+    def default_shape(self, cells: int, most: int = MAX_THREADS) -> LaunchShape:
+        return gpu_shape(cells, self.sms, most)
 
     def launch(self, kernel: CudaKernel, shape: LaunchShape, params: NDArray[np.void], stream: Any) -> None:
         packed = self._packed.get(id(params))

@@ -59,7 +59,7 @@ FC_DEVICE void exchange(const Params& p) {
     }
   }
   launch_trigger();
-  if (ticket.settle(p, turn.epoch())) turn.record(p, cells, 0);
+  if (ticket.settle(p, turn.epoch())) turn.record(p, 1, cells);
 }
 
 }  // namespace fc

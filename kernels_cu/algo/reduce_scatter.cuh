@@ -35,7 +35,7 @@ FC_DEVICE void reduce_scatter(const Params& p) {
     }
   }
   launch_trigger();
-  if (ticket.settle(p, turn.epoch())) turn.record(p, cells, 0);
+  if (ticket.settle(p, turn.epoch())) turn.record(p, 1, cells);
 }
 
 }  // namespace fc

@@ -26,19 +26,20 @@ class Turn {
  public:
   static constexpr bool kLamport = Wire::kState >= 0;
 
-  // Only loads: what does not depend on them can be on its way before poisoned() waits for them.
   FC_DEVICE explicit Turn(const Params& p) {
-    const EpochWords now = ld_epoch(control(p));
-    e_ = now.epoch;
-    poisoned_ = now.poison;
-    copy_ = e_ & 1u;
-    if (kLamport) {
-      const Cell* state = reinterpret_cast<const Cell*>(&control(p)->lamport[Wire::kState]);
-      const Cell a = ld_relaxed_gpu(state), b = ld_relaxed_gpu(state + 1);  // {copy, cells[3]}, {cells2[3], -}
-      copy_ = a.w[0];
-      before_ = copy_ == 0 ? 2 : copy_ - 1;
-      before_cells_ = before_ == 0 ? a.w[1] : before_ == 1 ? a.w[2] : a.w[3];
-      before_cells2_ = before_ == 0 ? b.w[0] : before_ == 1 ? b.w[1] : b.w[2];
+    if constexpr (kLamport) {
+      const Cell now = ld_relaxed_gpu(reinterpret_cast<const Cell*>(control(p)));
+      e_ = now.w[0];
+      poisoned_ = now.w[1];
+      const u32 packed = now.w[2 + Wire::kState];
+      copy_ = packed & 3u;
+      before_halves_ = packed >> 2 & 3u;
+      before_cells_ = packed >> 4;
+    } else {
+      const EpochWords now = ld_epoch(control(p));
+      e_ = now.epoch;
+      poisoned_ = now.poison;
+      copy_ = e_ & 1u;
     }
   }
 
@@ -47,36 +48,38 @@ class Turn {
   FC_DEVICE u32 epoch() const { return e_; }
   FC_DEVICE u32 copy() const { return copy_; }
 
-  // Lamport: moves the copy on and records how far this call's slots are written, in their first and second halves. To be
-  // called by the one thread that advanced the epoch.
-  FC_DEVICE void record(const Params& p, u32 cells, u32 cells2) const {
-    if (!kLamport) return;
-    LamportState* s = &control(p)->lamport[Wire::kState];
-    st_relaxed_gpu(&s->cells[copy_], cells);
-    st_relaxed_gpu(&s->cells2[copy_], cells2);
-    st_relaxed_gpu(&s->copy, copy_ == 2 ? 0u : copy_ + 1);
+  // Lamport: moves the copy on and records what this call has written of its own one: which halves of the slots (bit 0, bit
+  // 1), and how many cells of them at most. To be called by the one thread that advanced the epoch.
+  FC_DEVICE void record(const Params& p, u32 halves, u32 cells) const {
+    if constexpr (kLamport) {
+      const u32 next =
+          copy_ == 2 ? 0u : copy_ + 1;  // stored as such: derived from a counter it would jump where that wraps
+      st_relaxed_gpu(&control(p)->lamport[Wire::kState], next | halves << 2 | cells << 4);
+    }
   }
 
-  // Lamport: sets back what the call before received. Its extents come from device memory, not from this call: it may have
-  // been larger.
+  // Lamport: sets back what the call before received. How much that is comes from device memory, not from this call: it may
+  // have been larger. A cell of these halves that was not written is set back all the same: nobody writes it before then.
   FC_DEVICE void rearm(const Params& p, const Region& g) const {
-    if (!kLamport) return;
-    const u32 first = blockIdx.x * blockDim.x + threadIdx.x, stride = gridDim.x * blockDim.x;
+    if constexpr (kLamport) {
+      const u32 first = blockIdx.x * blockDim.x + threadIdx.x, stride = gridDim.x * blockDim.x;
+      const u32 before = copy_ == 0 ? 2 : copy_ - 1;
 #pragma unroll
-    for (u32 half = 0; half < 2; half++) {
-      const u32 cells = half ? before_cells2_ : before_cells_;
-      const u64 base = p.slab[p.rank] + g.offset + before_ * g.copy_stride + half * g.half_stride;
-      for (u32 c = first; c < cells; c += stride) {
+      for (u32 half = 0; half < 2; half++) {
+        if ((before_halves_ >> half & 1u) == 0) continue;
+        const u64 base = p.slab[p.rank] + g.offset + before * g.copy_stride + half * g.half_stride;
+        for (u32 c = first; c < before_cells_; c += stride) {
 #pragma unroll
-        for (u32 r = 0; r < FC_N; r++) {
-          if (r != p.rank) Wire::rearm(reinterpret_cast<Cell*>(base + r * g.slot_stride) + c);
+          for (u32 r = 0; r < FC_N; r++) {
+            if (r != p.rank) Wire::rearm(reinterpret_cast<Cell*>(base + r * g.slot_stride) + c);
+          }
         }
       }
     }
   }
 
  private:
-  u32 e_, poisoned_, copy_, before_, before_cells_, before_cells2_;
+  u32 e_, poisoned_, copy_, before_halves_, before_cells_;
 };
 
 // The turns of a call with two phases: one and the same where both have one encoding.

@@ -94,8 +94,8 @@ FC_DEVICE void two_shot(const Params& p) {
   }
   launch_trigger();
   if (ticket.settle(p, turns.first().epoch())) {
-    turns.first().record(p, own_cells, kOneWire ? cells2 : 0);
-    if (!kOneWire) turns.second().record(p, 0, cells2);
+    turns.first().record(p, kOneWire ? 3 : 1, cells1);
+    if (!kOneWire) turns.second().record(p, 2, cells2);
   }
 }
 

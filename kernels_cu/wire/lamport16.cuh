@@ -1,6 +1,6 @@
 // lamport16: as lamport, but a whole 16-byte cell is one unit whose last word speaks for all four: a quarter of the
-// comparisons, of the bytes to set back and of the payload words that may have to be rewritten, where 16 bytes are not
-// torn. Setting back is a 4-byte store: the other three words are not evidence and may keep what they have.
+// comparisons and of the payload words that may have to be rewritten, where 16 bytes are not torn. Only that word has to
+// be set back; the store takes the whole cell all the same, since a quarter of a sector costs more than all of it.
 #pragma once
 #include "wire/lamport.cuh"
 
@@ -12,7 +12,7 @@ struct Lamport16 : Sentinel<1> {
     st_relaxed_sys(slot, Cell{{v.w[0], v.w[1], v.w[2], Lamport::sendable(v.w[3])}});
   }
   static FC_DEVICE bool ready(Cell c, u32) { return c.w[3] != kSentinel; }
-  static FC_DEVICE void rearm(Cell* slot) { st_relaxed_sys(&slot->w[3], kSentinel); }
+  static FC_DEVICE void rearm(Cell* slot) { Lamport::rearm(slot); }
 };
 
 }  // namespace wire

@@ -298,4 +298,4 @@ def test_encodings_take_turns_of_their_own(pool: ThreadPoolExecutor) -> None:
             world.params[rank] = world.layout.params(protocol(world.name), rank, addresses, error, 0, 10.0)
         world.call(pool, 7 * k + 1, (2, 32))
     for rank in (0, 1):
-        assert world.control[rank]["lamport"]["copy"].tolist() == [[6 % 3, 3 % 3]]
+        assert (world.control[rank]["lamport"] & 3).tolist() == [[6 % 3, 3 % 3]]

@@ -142,7 +142,6 @@ def structs(n: int) -> dict[str, np.dtype[np.void]]:
         "Params": layout.params_dtype(n),
         "Control": layout.CONTROL_DTYPE,
         "ErrorRecord": layout.ERROR_DTYPE,
-        "LamportState": layout.LAMPORT_DTYPE,
         "Region": layout.REGION_DTYPE,
     }
 

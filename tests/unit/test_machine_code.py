@@ -213,7 +213,7 @@ BROKEN = {
     "a flag without acquire": ("one_shot.flag", replacing(r"ld\.acquire\.sys", "ld.relaxed.sys"), "without acquire"),
     "re-arming at GPU scope": (
         "one_shot.lamport16",
-        replacing(r"st_relaxed_sys\(&slot->w\[3\]", "st_relaxed_gpu(&slot->w[3]"),
+        replacing(r"\{ Lamport::rearm\(slot\); \}", "{ st_relaxed_gpu(&slot->w[3], kSentinel); }"),
         "GPU may touch a slot",
     ),
     "a peer left out": ("one_shot.ll", replacing(r"for \(u32 j = 1; j < FC_N", "for (u32 j = 2; j < FC_N"), "not 2"),
