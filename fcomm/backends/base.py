@@ -38,7 +38,7 @@ class LaunchShape:
 
 
 SMALL_BLOCK = 256
-"""Threads per block of the default launch shape while its grid fits at two blocks per SM."""
+"""Threads per block of the default launch shape while its grid has no more than one block per SM."""
 
 
 def gpu_shape(cells: int, sms: int, most: int = MAX_THREADS) -> LaunchShape:
@@ -46,11 +46,10 @@ def gpu_shape(cells: int, sms: int, most: int = MAX_THREADS) -> LaunchShape:
 
     most : threads per block that the kernel is compiled for.
     """
-    # Small blocks start sooner and spread over more SMs; two of them fit on an SM whatever the kernel's registers
-    # (MAX_THREADS bounds those). Beyond that the grid strides, and larger blocks hold more threads per ticket.
-    blocks = -(-cells // SMALL_BLOCK)
-    if blocks <= 2 * sms:
-        return LaunchShape(max(1, blocks), SMALL_BLOCK)
+    # Small blocks start sooner and spread over more SMs, until there is one on each. Then one larger block on an SM beats two
+    # small ones (measured on an H200 that ranks share), then two of those, then the largest. Beyond that the grid strides.
+    if cells <= SMALL_BLOCK * sms:
+        return LaunchShape(max(1, -(-cells // SMALL_BLOCK)), SMALL_BLOCK)
     threads = most if most > MAX_THREADS and cells > 2 * MAX_THREADS * sms else MAX_THREADS
     return LaunchShape(-(-cells // threads), threads)
 

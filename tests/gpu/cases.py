@@ -24,6 +24,7 @@ from fcomm import checks
 from fcomm.backends import cuda
 from fcomm.dtypes import REDUCIBLE
 from fcomm.errors import ArgumentError, DeviceError, FcommError, HangError, SetupError
+from fcomm.source import Specialisation
 from tests import ranks
 from tests.ranks import Case, make, poisoned, reducing, refused
 
@@ -552,6 +553,21 @@ def run_case(mpi: MPI.Intracomm, function: Case) -> bool:
     return held
 
 
+def compile_ahead(mpi: MPI.Intracomm) -> None:
+    """Each rank compiles a part of the kernels; CuPy keeps them on disk, where the others find them."""
+    if mpi.size == 1:
+        return
+    with fcomm.Communicator(mpi, backend="cuda", max_bytes=1 << 16) as comm:
+        specs = [
+            Specialisation(p, t, mpi.size, aligned)
+            for p in fcomm.protocols().values()
+            for t in p.dtypes
+            for aligned in ((True,) if p.baseline and not p.algorithm.moves_bytes else (True, False))
+        ]
+        for spec in specs[mpi.rank :: mpi.size]:
+            comm.backend.kernel(spec)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="cases of this file or of tests/ranks.py; all without any")
@@ -568,6 +584,8 @@ def main() -> int:
         return 0
     ranks.MANY_CALLS = 300
     table = {**CASES, **ranks.CASES}
+    if len(options.names) != 1:
+        compile_ahead(mpi)
     failed = 0
     for name in options.names or table:
         start = time.monotonic()

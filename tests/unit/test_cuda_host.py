@@ -177,8 +177,9 @@ def test_default_shape(backend: Any) -> None:
         shape = backend.default_shape(cells)
         assert shape.threads % 32 == 0
         assert (shape.blocks - 1) * shape.threads < cells <= shape.blocks * shape.threads
-    assert backend.default_shape(16 * 2 * 256).threads == 256
-    assert backend.default_shape(16 * 2 * 256 + 1).threads == 512
+    assert backend.default_shape(16 * 256).threads == 256
+    assert backend.default_shape(16 * 256 + 1).threads == 512
+    assert backend.default_shape(16 * 1024 + 1, 1024).threads == 1024
 
 
 def test_streams_are_handles_that_keep_their_owner(backend: Any) -> None:
