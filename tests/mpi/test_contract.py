@@ -36,7 +36,7 @@ def build_all(n: int) -> None:
 @cache
 def table(n: int) -> CompletedProcess[str]:
     build_all(n)
-    return launch.mpirun(n, ["-m", "tests.ranks", "--backend", "cpu", "--dtypes", *DTYPES[n]], timeout=200)
+    return launch.mpirun(n, ["-m", "tests.ranks", "--calls", "2000", "--dtypes", *DTYPES[n]], timeout=200)
 
 
 def verdict(done: CompletedProcess[str], name: str) -> str:
@@ -52,3 +52,14 @@ def verdict(done: CompletedProcess[str], name: str) -> str:
 @pytest.mark.parametrize("name", list(ranks.CASES))
 def test_case(n: int, name: str) -> None:
     assert not (why := verdict(table(n), name)), why
+
+
+@pytest.mark.mpi
+@pytest.mark.full
+@pytest.mark.parametrize("n", [n for n in DTYPES if n > 1])
+def test_a_hundred_thousand_calls(n: int) -> None:
+    """Any order of sizes, protocols, dtypes and grids on one communicator, with fresh data in every call."""
+    build_all(n)
+    name = "fresh_data_and_changing_sizes_in_many_calls"
+    arguments = ["-m", "tests.ranks", "--cases", name, "--calls", "100000", "--dtypes", *DTYPES[n]]
+    assert not (why := verdict(launch.mpirun(n, arguments, timeout=1200), name)), why
