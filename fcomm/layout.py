@@ -56,8 +56,14 @@ ERROR_DTYPE = np.dtype(
     + [("nbytes", "<u8"), ("cell", "<u8"), ("seen", "<u4", 4), ("channel", "<u4"), ("reserved", "<u4", 15)]
 )
 CONTROL_DTYPE = np.dtype(
-    [("epoch", "<u4"), ("poison", "<u4"), ("lamport", "<u4", 2), ("ticket", "<u4"), ("claim", "<u4")]
-    + [("reserved", "<u4", 26)]
+    [
+        ("epoch", "<u4"),
+        ("poison", "<u4"),
+        ("lamport", "<u4", 2),
+        ("ticket", "<u4"),
+        ("claim", "<u4"),
+        ("reserved", "<u4", 26),
+    ]
 )
 CALL_WORDS = ("in", "out", "nbytes", "stride", "part")
 """The words of a kernel's argument that differ from call to call, in a row."""

@@ -283,9 +283,7 @@ def create_venv(log: IO[str], lock_fd: int) -> list[str]:
 def outside_path() -> str:
     """PATH without .venv/bin, for someone who has activated it."""
     own = str(VENV / "bin")
-    return os.pathsep.join(
-        p for p in os.environ.get("PATH", os.defpath).split(os.pathsep) if p.rstrip("/") != own
-    )
+    return os.pathsep.join(p for p in os.environ.get("PATH", os.defpath).split(os.pathsep) if p.rstrip("/") != own)
 
 
 def mpi_works(mpirun: str, log: IO[str]) -> bool:
@@ -463,9 +461,7 @@ def check(stage: str, need: list[str], packages: bool) -> None:
     launcher = os.environ.get("MPIRUN", "mpirun")
     if "mpirun" in need and shutil.which(shlex.split(launcher)[0]) is None:
         if Path(sys.prefix) == VENV:
-            raise SetupError(
-                f"the {launcher} that set-up had found is gone: run `make distclean`, then the same again"
-            )
+            raise SetupError(f"the {launcher} that set-up had found is gone: run `make distclean`, then the same again")
         raise SetupError(
             f"no {launcher} on PATH: install an MPI (or `{python} -m pip install -c constraints.txt mpich` if there is "
             "none on this machine), or leave PY out to let make set one up"
@@ -497,9 +493,7 @@ def lock() -> None:
         )
     pins = [line for line in frozen.stdout.splitlines() if not re.match(r"(pip|setuptools|wheel)==", line)]
     head = (
-        [line for line in CONSTRAINTS.read_text().splitlines() if line.startswith("#")]
-        if CONSTRAINTS.exists()
-        else []
+        [line for line in CONSTRAINTS.read_text().splitlines() if line.startswith("#")] if CONSTRAINTS.exists() else []
     )
     part = CONSTRAINTS.with_suffix(".part")
     part.write_text("\n".join([*head, *sorted(pins, key=str.lower)]) + "\n")
@@ -508,9 +502,7 @@ def lock() -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Entry point; problems that the user can act on end in one sentence and status 2."""
-    parser = argparse.ArgumentParser(
-        prog="setup_env.py", description=__doc__.splitlines()[0] if __doc__ else None
-    )
+    parser = argparse.ArgumentParser(prog="setup_env.py", description=__doc__.splitlines()[0] if __doc__ else None)
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("install", help="build .venv for a stage")
     command.add_argument("stage", choices=STAGES)
