@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from experiments.tables import cells, families, family
 from fcomm.errors import RecordError
+from fcomm.measure import FLOOR
 from fcomm.protocols import protocols
 from fcomm.sizes import format_size
 
@@ -42,11 +44,45 @@ def style(protocol: str) -> dict[str, Any]:
     return {"color": colour, "marker": MARKERS[k % len(MARKERS)], **hollow}
 
 
-def latency(run: Run, mode: str | None = None, collective: str = "all_reduce") -> Figure:
-    """Latency over message size: a panel for each rank count, a line for each protocol, 95 % intervals as bands.
+def family_style(name: str, collective: str) -> dict[str, Any]:
+    """Colour and marker of a family of protocols."""
+    known = families(collective)
+    theirs = [f for f in known if _baseline(f)]
+    ours = [f for f in known if not _baseline(f)]
+    if name in theirs:
+        k = theirs.index(name)
+        return {
+            "color": BASELINE_COLOURS[k % len(BASELINE_COLOURS)],
+            "marker": MARKERS[k % len(MARKERS)],
+            "markerfacecolor": "white",
+        }
+    k = ours.index(name) if name in ours else len(ours)
+    return {"color": COLOURS[k % len(COLOURS)], "marker": MARKERS[k % len(MARKERS)]}
 
-    mode : the kind of latency; the run's first if not named. Several dtypes are told apart by dashes. Raises
-    `RecordError` where the run has nothing of that kind, or is time-sliced.
+
+def _baseline(name: str) -> bool:
+    return any(p.baseline for p in protocols().values() if family(p.name) == name)
+
+
+def figures(run: Run) -> dict[str, Figure]:
+    """Every latency figure of a run, by file name: one for each collective, mode and launch feature that it has."""
+    frame = run.for_figures()
+    kinds = frame[["collective", "mode", "dependent_launch"]].drop_duplicates()
+    found: dict[str, Figure] = {}
+    for collective, mode, launch in kinds.itertuples(index=False):
+        parts = (collective, mode, launch)
+        varied = [str(part) for part, column in zip(parts, kinds.columns, strict=True) if kinds[column].nunique() > 1]
+        name = "latency.png" if not found else f"latency-{'-'.join(varied)}.png"
+        found[name] = latency(run, mode, collective, launch)
+    return found
+
+
+def latency(run: Run, mode: str | None = None, collective: str = "all_reduce", launch: str | None = None) -> Figure:
+    """Latency over message size: a panel for each rank count, 95 % intervals as bands.
+
+    A line for each protocol; on GPUs for the best of each family, baselines hollow, with the floor of the fastest one dashed.
+    mode : the kind of latency; the run's first if not named; launch : the same for the launch feature. Several dtypes are told
+    apart by dashes. Raises `RecordError` where the run has nothing of that kind, or is time-sliced.
     """
     from matplotlib.figure import Figure
 
@@ -54,9 +90,13 @@ def latency(run: Run, mode: str | None = None, collective: str = "all_reduce") -
     frame = frame[frame["collective"] == collective]
     if mode is None and len(frame):
         mode = str(frame["mode"].iloc[0])
-    frame = frame[frame["mode"] == mode]
+    frame = frame[(frame["mode"] == mode) & (frame["protocol"] != FLOOR)]
+    if launch is None and len(frame):
+        launch = str(frame["dependent_launch"].iloc[0])
+    frame = frame[frame["dependent_launch"] == launch]
     if frame.empty:
         raise RecordError(f"{run.path} has no {mode or ''} times of {collective}".replace("  ", " "))
+    by_family = not frame["emulated"].any() and (frame["ranks"] > 1).any()
 
     counts = sorted(int(n) for n in frame["ranks"].unique())
     columns = min(len(counts), PANELS_IN_A_ROW)
@@ -67,21 +107,31 @@ def latency(run: Run, mode: str | None = None, collective: str = "all_reduce") -
         if n is None:
             axis.set_visible(False)
             continue
-        _latency_panel(axis, frame[frame["ranks"] == n], sorted(frame["dtype"].unique()))
+        of_n, dtypes = frame[frame["ranks"] == n], sorted(frame["dtype"].unique())
+        if by_family and n > 1:
+            _family_panel(axis, of_n, collective, dtypes)
+        else:
+            _latency_panel(axis, of_n, dtypes)
         axis.tick_params(labelbottom=True)
-        axis.set_title(f"{n} {'rank' if n == 1 else 'ranks'}", fontsize=10)
+        sms = of_n["sms_per_rank"].iloc[0]
+        share = "" if sms is None or sms != sms else f", {int(sms)} SMs each"
+        axis.set_title(f"{n} {'rank' if n == 1 else 'ranks'}{share}", fontsize=10)
     _size_ticks(axes.flat[0], sorted(int(b) for b in frame["nbytes"].unique()))
     for axis in axes[:, 0]:
         axis.set_ylabel("latency (µs), slowest rank")
     _legend(figure, axes)
-    dtypes = ", ".join(sorted(frame["dtype"].unique()))
-    figure.suptitle(f"{collective.replace('_', '-')} latency, {dtypes}, mode {mode}\n{run.taken_on}", fontsize=10)
+    types = ", ".join(sorted(frame["dtype"].unique()))
+    feature = f", dependent launch {launch}" if by_family else ""
+    figure.suptitle(
+        f"{collective.replace('_', '-')} latency, {types}, mode {mode}{feature}\n{run.taken_on}", fontsize=10
+    )
     launches = int(frame["launches"].max())
     fewest, most = int(frame["iterations"].min()), int(frame["iterations"].max())
     calls = f"{most}" if fewest == most else f"{fewest} to {most}"
+    families_shown = "; the best of each family; dashed: floor of the fastest" if by_family else ""
     figure.supxlabel(
         f"message size\n\nMedian over {calls} calls of the slowest rank; bands: 95 % interval of the median; "
-        f"{launches} {'launch' if launches == 1 else 'launches'}",
+        f"{launches} {'launch' if launches == 1 else 'launches'}{families_shown}",
         fontsize=8,
     )
     return figure
@@ -102,6 +152,28 @@ def _latency_panel(axis: Axes, frame: Any, dtypes: list[str]) -> None:
             dash = DASHES[dtypes.index(dtype) % len(DASHES)]
             axis.plot(x, line["latency_us"], label=label, linestyle=dash, markersize=4.5, linewidth=1.4, **look)
             axis.fill_between(x, line["low_us"], line["high_us"], color=look["color"], alpha=0.22, linewidth=0)
+    _dress(axis)
+
+
+def _family_panel(axis: Axes, frame: Any, collective: str, dtypes: list[str]) -> None:
+    for k, dtype in enumerate(dtypes):
+        dash = DASHES[k % len(DASHES)]
+        found = cells(frame[frame["dtype"] == dtype])
+        for name in families(collective):
+            line = found[found["column"] == name].sort_values("nbytes")
+            if line.empty:
+                continue
+            x, look = line["nbytes"].to_numpy(float), family_style(name, collective)
+            label = f"{name}, {dtype}" if len(dtypes) > 1 else name
+            axis.plot(x, line["latency_us"], label=label, linestyle=dash, markersize=4.5, linewidth=1.4, **look)
+            axis.fill_between(x, line["low_us"], line["high_us"], color=look["color"], alpha=0.22, linewidth=0)
+        floor = found[found["fastest"] & found["floor_us"].notna()].sort_values("nbytes")
+        if len(floor):
+            axis.plot(floor["nbytes"], floor["floor_us"], label="floor", linestyle="--", color="0.5", linewidth=1.0)
+    _dress(axis)
+
+
+def _dress(axis: Axes) -> None:
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
     _plain_microseconds(axis)

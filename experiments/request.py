@@ -6,26 +6,28 @@ import argparse
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fcomm import measure, selector, settings
+from fcomm import measure, settings
 from fcomm.cli import Parser
 from fcomm.dtypes import reducible
 from fcomm.errors import ArgumentError, RecordError
-from fcomm.measure import COPY, MODES
-from fcomm.protocols import protocol, protocols
+from fcomm.measure import ARRAY, COPY, STAGING, Case
+from fcomm.protocols import GpuShare, protocol, protocols
 from fcomm.sizes import format_size, parse_size
 
-COLLECTIVE = "all_reduce"
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
+LAUNCHES = ("none", "late")
+INPUTS = (ARRAY, STAGING)
 DEFAULT_SIZES = "1K..1M"
 DEFAULT_BUDGET = "60s"
 LARGEST = 64 << 20
 MOST_RANKS = 1024
 MOST_CALLS = 1_000_000
-FINISH_S = 6.0
-"""Kept for records, table and figure; importing pandas and matplotlib is most of it."""
+FINISH_S = {"cpu": 6.0, "cuda": 20.0}
+"""Kept for records, tables and figures; importing pandas and matplotlib, and drawing, is most of it."""
 CHECKING_SHARE = 0.45
 """Of the budget: checking may take that much before sizes are dropped for it."""
 TIMING_SHARE = 0.85
@@ -50,6 +52,30 @@ class Request:
     budget_s: float
     seed: int
     backend: str
+    collectives: tuple[str, ...] = ("all_reduce",)
+    launches: tuple[str, ...] = ()
+    """Launch features: none, late."""
+    inputs: tuple[str, ...] = ()
+    """Where pull protocols find their input. Empty: in the staging buffer for `graph`, else in an array."""
+    share: float | None = None
+    """Percent of the SMs that a rank may use, where ranks share a GPU through MPS."""
+
+    def resolved(self, backend: str) -> Request:
+        """With what was left open - modes, launch features, calls - as that backend has it by default."""
+        known = measure.modes(backend)
+        for mode in self.modes:
+            if mode not in known:
+                raise ArgumentError(f"--modes {mode} is not for the {backend} backend; use {', '.join(known)}")
+        if backend == "cpu" and set(self.launches) - {"none"}:
+            raise ArgumentError("--launch late is for GPUs: the cpu backend runs one grid after the other")
+        most = measure.MOST if backend == "cpu" else measure.MOST_REPLAYS
+        return replace(
+            self,
+            backend=backend,
+            modes=self.modes or (next(iter(known)),),
+            launches=self.launches or (("none",) if backend == "cpu" else LAUNCHES),
+            calls=self.calls or most,
+        )
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> Request:
@@ -65,7 +91,7 @@ def parser() -> argparse.ArgumentParser:
     """The options of the sweep. What is wrong with them is an `ArgumentError`."""
     p = Parser(
         prog="mpirun -n N python -m experiments.sweep",
-        description="Measure all-reduce over message sizes, rank counts and protocols.",
+        description="Measure collectives over message sizes, rank counts, protocols and launch features.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -82,10 +108,28 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--modes",
         metavar="LIST",
-        help="; ".join(f"{m.name}: {m.meaning}" for m in MODES.values()) + " (host)",
+        help="; ".join(f"{name}: {meaning}" for name, meaning in measure.mode_names().items())
+        + " (graph on GPUs, host on the cpu backend)",
+    )
+    p.add_argument("--collective", metavar="LIST", help=f"{', '.join(COLLECTIVES)} (all_reduce)")
+    p.add_argument(
+        "--launch", metavar="LIST", help="launch features: none, late (dependent launch) (both on GPUs, none elsewhere)"
+    )
+    p.add_argument(
+        "--inputs",
+        metavar="LIST",
+        help="where pull protocols find their input: array, staging (staging for graph, else array)",
+    )
+    p.add_argument(
+        "--share", type=float, metavar="PERCENT", help="limit of the SMs of each rank, where ranks share a GPU (none)"
     )
     p.add_argument("--backend", choices=("auto", "cpu", "cuda"), help="auto: cuda where there is a GPU (auto)")
-    p.add_argument("--calls", type=int, metavar="INT", help=f"timed calls of a case at most ({measure.MOST})")
+    p.add_argument(
+        "--calls",
+        type=int,
+        metavar="INT",
+        help=f"timed calls (graph: replays) of a case at most ({measure.MOST}, on GPUs {measure.MOST_REPLAYS})",
+    )
     p.add_argument("--budget", metavar="TIME", help=f"for everything from start to figure: 60s, 10m ({DEFAULT_BUDGET})")
     p.add_argument("--seed", type=int, metavar="INT", help="of the data and of the order of candidates (0)")
     p.add_argument("--out", type=Path, metavar="DIR", help="folder for runs (results)")
@@ -157,6 +201,11 @@ def _known(option: str, names: list[str], known: Sequence[str]) -> tuple[str, ..
     return tuple(dict.fromkeys(names))
 
 
+def _list(option: str, text: str | None, known: Sequence[str]) -> tuple[str, ...]:
+    """What an option names, each once; nothing where it was not given."""
+    return () if text is None else _known(option, _items(option, text), known)
+
+
 def _given(value: str | None, default: str) -> str:
     return default if value is None else value  # an empty list is a mistake, not the default
 
@@ -171,10 +220,11 @@ def build_request(args: argparse.Namespace, started: int) -> Request:
             if nbytes % itemsize:
                 raise ArgumentError(f"--sizes {nbytes} is no whole number of {dtype} elements of {itemsize} bytes")
     names = [] if args.protocols is None else _items("--protocols", args.protocols)
+    collectives = _list("--collective", args.collective, COLLECTIVES) or ("all_reduce",)
     for name in names:
-        if protocol(name).collective != COLLECTIVE:
+        if protocol(name).collective not in collectives:
             raise ArgumentError(
-                f"--protocols {name!r} is for {protocol(name).collective}, and this sweep is of {COLLECTIVE}"
+                f"--protocols {name!r} is for {protocol(name).collective}, and this sweep is of {', '.join(collectives)}"
             )
     # A dry run shows what would be done, also where nobody started the ranks for it.
     dry = bool(args.dry_run)
@@ -182,32 +232,65 @@ def build_request(args: argparse.Namespace, started: int) -> Request:
         ranks = parse_ranks(args.ranks, None if dry else started)
     else:
         ranks = default_ranks(8 if dry and started == 1 else started)
-    calls = measure.MOST if args.calls is None else args.calls
-    if not 0 < calls <= MOST_CALLS:
+    calls = 0 if args.calls is None else args.calls
+    if args.calls is not None and not 0 < calls <= MOST_CALLS:
         raise ArgumentError(f"--calls {calls} is not between 1 and {MOST_CALLS}")
     seed = 0 if args.seed is None else args.seed
     if seed < 0:
         raise ArgumentError(f"--seed {seed} is negative")
+    if args.share is not None and not 0 < args.share <= 100:
+        raise ArgumentError(f"--share {args.share:g} is not a percentage between 0 and 100")
     return Request(
         sizes=sizes,
         ranks=ranks,
         dtypes=dtypes,
         protocols=tuple(dict.fromkeys(names)),
-        modes=_known("--modes", _items("--modes", _given(args.modes, "host")), list(MODES)),
+        modes=_list("--modes", args.modes, list(measure.mode_names())),
         calls=calls,
         budget_s=parse_time(_given(args.budget, DEFAULT_BUDGET)),
         seed=seed,
         backend=args.backend or "auto",
+        collectives=collectives,
+        launches=_list("--launch", args.launch, LAUNCHES),
+        inputs=_list("--inputs", args.inputs, INPUTS),
+        share=args.share,
     )
 
 
-def candidates(request: Request, n: int, dtype: str, admitted: dict[str, str | None]) -> dict[str, str | None]:
-    """Protocols for a rank count and dtype, with the reason where one may not run."""
+def candidates(
+    request: Request,
+    collective: str,
+    dtype: str,
+    nbytes: int,
+    n: int,
+    capabilities: frozenset[str],
+    gpu: GpuShare | None = None,
+    launches: Sequence[str] | None = None,
+) -> dict[Case, str | None]:
+    """The cases of one point, each with the reason if it may not run; protocols that nobody named are left out then.
+
+    request : a resolved one. launches : the launch features that are there, if not all that are asked for.
+    """
     if n == 1:
-        return {COPY: None}
-    if request.protocols:
-        return {name: admitted[name] for name in request.protocols}
-    return {name: None for name, reason in admitted.items() if reason is None}
+        return {Case(collective, COPY, dtype, nbytes, n, mode): None for mode in request.modes}
+    known = [p.name for p in protocols().values() if p.collective == collective]
+    names = [name for name in request.protocols if name in known] if request.protocols else known
+    found: dict[Case, str | None] = {}
+    for name in names:
+        for mode in request.modes:
+            for launch in request.launches if launches is None else launches:
+                case = Case(collective, name, dtype, nbytes, n, mode, None, launch)
+                reason = case.refusal(capabilities, gpu)
+                if reason is None or request.protocols:
+                    found |= {replace(case, input=where): reason for where in _inputs(request, case, gpu)}
+    return found
+
+
+def _inputs(request: Request, case: Case, gpu: GpuShare | None) -> tuple[str, ...]:
+    form = case.form(gpu)
+    if form is None or "staging" not in form.regions:
+        return (ARRAY,)
+    return request.inputs or ((STAGING,) if case.mode == "graph" else (ARRAY,))
 
 
 # ---- a dry run -------------------------------------------------------------------------------------------------------
@@ -215,14 +298,14 @@ def candidates(request: Request, n: int, dtype: str, admitted: dict[str, str | N
 # Seconds of one emulated call among n ranks: (a + b x nbytes) x n x n / cores in use, from a sweep on two cores.
 EMULATED_CALL_S = 40e-6
 EMULATED_BYTE_S = 3.5e-9
-GPU_CALL_S = 60e-6
+GPU_CALL_S = 10e-6
 START_S = 8.0
 
 
 def expected_call_s(backend: str, cores: int, n: int, nbytes: int) -> float:
     """A rough guess at one call, for a dry run alone: a sweep measures before it plans."""
     if backend == "cuda":
-        return GPU_CALL_S + nbytes * n / 50e9
+        return GPU_CALL_S + nbytes * n / 200e9
     return (EMULATED_CALL_S + EMULATED_BYTE_S * nbytes) * n * n / min(cores, n)
 
 
@@ -233,32 +316,45 @@ def dry_run(request: Request) -> str:
         from fcomm.backends import cuda
 
         backend = "cuda" if cuda.device_count() else "cpu"
-    cores = len(os.sched_getaffinity(0))
+    request = request.resolved(backend)
+    known, cores = measure.modes(backend), len(os.sched_getaffinity(0))
     every_need = frozenset[str]().union(*(p.needs for p in protocols().values()))
     lines: list[str] = []
-    costs: dict[tuple[int, str, int], tuple[float, int]] = {}
+    calls: dict[Any, tuple[float, int]] = {}
+    costs: dict[Any, tuple[float, int]] = {}
     for n in request.ranks:
-        for dtype in request.dtypes:
-            admitted = selector.candidates(COLLECTIVE, dtype, max(n, 2), every_need)
-            for nbytes in request.sizes:
-                names = [c for c, reason in candidates(request, n, dtype, admitted).items() if reason is None]
-                cost = expected_call_s(backend, cores, n, nbytes)
-                count = len(names) * len(request.modes)
-                costs[n, dtype, nbytes] = (cost * count, count)
-                lines += [
-                    f"{n:8d} {format_size(nbytes):>10s} {dtype:>11s}  {name:<20s}  {mode:<9s} ~ {cost * 1e6:,.0f} us"
-                    for name in names
-                    for mode in request.modes
-                ]
-    checking = sum(cost for cost, _ in costs.values()) * (measure.CHECKED_CALLS + 2)
-    available = (request.budget_s - START_S - FINISH_S - checking) * TIMING_SHARE
-    plan = measure.plan_iterations(costs, available, most=request.calls)
-    timing = sum(measure.point_seconds(costs[p][0], k, costs[p][1], measure.VISIT_S) for p, k in plan.items() if k)
+        for collective in request.collectives:
+            for dtype in request.dtypes:
+                for nbytes in request.sizes:
+                    found = candidates(request, collective, dtype, nbytes, n, every_need)
+                    cases = [case for case, reason in found.items() if reason is None]
+                    if not cases:
+                        continue
+                    cost = expected_call_s(backend, cores, n, nbytes)
+                    of_point = [known[c.mode].calls * cost + known[c.mode].overhead_s for c in cases]
+                    calls[cases[0].point] = (cost * len(cases), len(cases))
+                    costs[cases[0].point] = (sum(of_point), len(cases))
+                    lines += [
+                        f"{n:8d} {format_size(nbytes):>10s} {dtype:>11s}  {c.protocol:<26s}  {c.mode:<9s} "
+                        f"{c.dependent_launch:<6s} {c.input:<8s} ~ {cost * 1e6:,.0f} us"
+                        for c in cases
+                    ]
+    checking = sum(cost for cost, _ in calls.values()) * (measure.CHECKED_CALLS + 2)
+    available = (request.budget_s - START_S - FINISH_S[backend] - checking) * TIMING_SHARE
+    visit_s = measure.VISIT_S if backend == "cpu" else measure.VISIT_CUDA_S
+    plan = measure.plan_iterations(costs, available, visit_s, request.calls)
+    timing = sum(measure.point_seconds(costs[p][0], k, costs[p][1], visit_s) for p, k in plan.items() if k)
     dropped = sum(costs[p][1] for p, k in plan.items() if not k)
-    total = min(START_S + FINISH_S + checking + timing, request.budget_s)
+    total = min(START_S + FINISH_S[backend] + checking + timing, request.budget_s)
     note = f"; {dropped} would not fit" if dropped else ""
     end = (
         f"{len(lines)} cases on the {backend} backend; expected time about {total:.0f} s, at most the budget of "
         f"{request.budget_s:.0f} s{note}"
     )
-    return "\n".join(["#  ranks       size        type  protocol              mode      a call, roughly", *lines, end])
+    return "\n".join(
+        [
+            "#  ranks       size        type  protocol                    mode      launch input    a call, roughly",
+            *lines,
+            end,
+        ]
+    )

@@ -1,34 +1,50 @@
-"""Tables for the terminal, in the shape that users of nccl-tests know."""
+"""Tables of a run: one line a case as users of nccl-tests know it, and the best of each family beside each other."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
+
+from fcomm.errors import ArgumentError
+from fcomm.measure import FLOOR, STAGING
+from fcomm.protocols import protocols
+from fcomm.sizes import format_size
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from fcomm.records import Run
 
+L2_SHARE = 0.15
+"""Of a latency: where all ranks' bytes take longer than this to pass the L2, the figure is about the L2."""
+
 _HEADER = (
-    "#  ranks         size        count        type  protocol              mode         time     algbw     busbw    wrong\n"
-    "#                 (B)   (elements)                                                 (us)    (GB/s)    (GB/s)         "
+    "#  ranks         size        count        type  protocol                    mode       launch  input         time"
+    "     algbw     busbw    wrong   x floor\n"
+    "#                 (B)   (elements)                                                                           (us)"
+    "    (GB/s)    (GB/s)                   "
 )
 
 
 def nccl_table(run: Run) -> str:
-    """One line for each case: ranks, size, count, type, protocol, mode, time, algbw, busbw, wrong."""
+    """One line for each case: ranks, size, count, type, protocol, mode, launch, input, time, algbw, busbw, wrong, floor."""
     lines = [_HEADER]
     measured = {row["case"]: row for row in rows(run.latency)}
-    ordered = run.cases.sort_values(["mode", "dtype", "ranks", "nbytes", "case"], kind="stable")
+    ordered = run.cases[run.cases["protocol"] != FLOOR]
+    ordered = ordered.sort_values(["collective", "mode", "dtype", "ranks", "nbytes", "case"], kind="stable")
     for case in rows(ordered):
-        head = "{ranks:8d} {nbytes:12d} {count:12d} {dtype:>11s}  {protocol:<20s}  {mode:<9s}".format_map(case)
+        head = (
+            "{ranks:8d} {nbytes:12d} {count:12d} {dtype:>11s}  {protocol:<26s}  {mode:<9s}  {dependent_launch:<6s}  {input:<7s}"
+        ).format_map(case)
         if case["case"] in measured:
-            tail = " {latency_us:9.1f} {algbw_gbps:9.4f} {busbw_gbps:9.4f} {wrong:8d}".format_map(
-                measured[case["case"]]
-            )
+            row = measured[case["case"]]
+            us = "{latency_us:9.1f}" if row["emulated"] or row["latency_us"] >= 1000 else "{latency_us:9.2f}"
+            floor = "-" if math.isnan(row["floor_multiple"]) else f"{row['floor_multiple']:.2f}"
+            tail = f" {us} {{algbw_gbps:9.4f}} {{busbw_gbps:9.4f}} {{wrong:8d}} {floor:>9s}".format_map(row)
         else:
             wrong = case["wrong"] if case["checked_calls"] else "-"
-            tail = f" {'-':>9s} {'-':>9s} {'-':>9s} {wrong!s:>8s}  {case['reason']}"
+            tail = f" {'-':>9s} {'-':>9s} {'-':>9s} {wrong!s:>8s} {'-':>9s}  {case['reason']}"
         lines.append(head + tail)
     return "\n".join(lines)
 
@@ -41,3 +57,206 @@ def rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
 def latency_csv(latency: pd.DataFrame) -> bytes:
     """The summary for readers without this package."""
     return latency.to_csv(index=False, float_format="%.6g").encode()
+
+
+# ---- the best of each family -----------------------------------------------------------------------------------------
+
+
+def family(protocol: str) -> str:
+    """What a protocol is one of several forms of: its algorithm, for baselines the library that it was rebuilt after."""
+    p = protocols().get(protocol)
+    if p is None:
+        return protocol
+    return protocol.split(".")[0] if p.baseline else p.algorithm.name
+
+
+def families(collective: str) -> list[str]:
+    """Families of a collective, ours first, in the registry's order."""
+    of_it = [p for p in protocols().values() if p.collective == collective]
+    return list(dict.fromkeys(family(p.name) for p in sorted(of_it, key=lambda p: p.baseline)))
+
+
+def encoding_label(protocol: str) -> str:
+    """A protocol's name within its family."""
+    return protocol.removeprefix(f"{family(protocol)}.")
+
+
+def cells(latency: pd.DataFrame, by: str = "family", l2_gbps: float | None = None) -> pd.DataFrame:
+    """The fastest case of each column of a table, for each rank count and size.
+
+    by : "family", or "protocol" for all of them. l2_gbps : in place of what was measured. Adds to the columns of `latency`
+    `column`, `fastest` (of its rank count and size) and `l2_share` (of the time, that all ranks' wire bytes take to pass the
+    L2; NaN where that is not known).
+    """
+    frame = latency[~latency["protocol"].isin([FLOOR, "copy"])].copy()
+    frame["column"] = [family(p) if by == "family" else p for p in frame["protocol"]]
+    frame = frame.sort_values(["ranks", "nbytes", "latency_us"], kind="stable")
+    frame = frame.drop_duplicates(["ranks", "nbytes", "column"]).reset_index(drop=True)
+    best = frame.groupby(["ranks", "nbytes"])["latency_us"].transform("min")
+    frame["fastest"] = frame["latency_us"] == best
+    rate = frame["l2_gbps"] if l2_gbps is None else l2_gbps
+    frame["l2_share"] = frame["ranks"] * frame["wire_bytes"] / (rate * 1e3) / frame["latency_us"]
+    return frame
+
+
+def select(run: Run, collective: str, launch: str, mode: str | None = None, dtype: str | None = None) -> pd.DataFrame:
+    """Rows of the run's latency of one kind; `ArgumentError` where there are none. mode, dtype : the run's first by default."""
+    frame = run.for_figures()
+    frame = frame[(frame["collective"] == collective) & (frame["dependent_launch"] == launch)]
+    for column, wanted in (("mode", mode), ("dtype", dtype)):
+        if len(frame):
+            frame = frame[frame[column] == (frame[column].iloc[0] if wanted is None else wanted)]
+    if frame.empty:
+        what = " ".join(filter(None, (mode, dtype)))
+        raise ArgumentError(
+            f"{run.path} has no {what} times of {collective} with dependent launch {launch}".replace("  ", " ")
+        )
+    return frame
+
+
+def _cell(row: dict[str, Any] | None, label: bool) -> str:
+    if row is None:
+        return ""
+    us = row["latency_us"]
+    text = f"{us:.2f}" if us < 100 else f"{us:.1f}"
+    if row["fastest"]:
+        text = f"**{text}**"
+    if row["l2_share"] > L2_SHARE:
+        text += " ~"
+    return f"{text} {_label(row)}".rstrip() if label else text
+
+
+def _label(row: dict[str, Any]) -> str:
+    text = encoding_label(row["form"] if row["protocol"] == row["column"] else row["protocol"])
+    text = "" if text == row["column"] else text
+    return f"{text} (in place)" if row["input"] == STAGING else text
+
+
+def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
+    """A Markdown table whose columns are also straight in a terminal."""
+    widths = [max(len(row[k]) for row in table) for k in range(len(table[0]))]
+    lines = ["| " + " | ".join(text.ljust(w) for text, w in zip(row, widths, strict=True)) + " |" for row in table]
+    return [lines[0], "|" + "|".join("-" * (w + 2) for w in widths) + "|", *lines[1:]]
+
+
+def matrix(frame: pd.DataFrame, columns: Sequence[str], label: bool) -> Iterator[str]:
+    """A block of lines for each rank count: sizes down, columns across, the fastest in bold."""
+    for n in sorted(frame["ranks"].unique()):
+        of_n = frame[frame["ranks"] == n]
+        shown = [c for c in columns if (of_n["column"] == c).any()]
+        sms = of_n["sms_per_rank"].iloc[0]
+        share = "" if sms != sms or sms is None else f", {int(sms)} SMs each"
+        yield f"{n} ranks{share} (us)"
+        yield ""
+        compared = {bool(b) for b in of_n["baseline"]} == {True, False}
+        floors = bool(of_n["floor_us"].notna().any())
+        head = ["size", *shown, *(["floor", "x floor"] if floors else []), *(["ours / baseline"] if compared else [])]
+        table = [head]
+        for nbytes in sorted(of_n["nbytes"].unique()):
+            at = {row["column"]: row for row in rows(of_n[of_n["nbytes"] == nbytes])}
+            line = [format_size(int(nbytes)), *(_cell(at.get(c), label) for c in shown)]
+            best = min(at.values(), key=lambda row: row["latency_us"])
+            if floors:
+                known = not math.isnan(best["floor_us"])
+                line += [f"{best['floor_us']:.2f}", f"{best['floor_multiple']:.2f}"] if known else ["", ""]
+            if compared:
+                ours, theirs = (
+                    min(
+                        (r["latency_us"] for r in at.values() if r["baseline"] is b or r["baseline"] == b),
+                        default=math.nan,
+                    )
+                    for b in (False, True)
+                )
+                line.append("" if math.isnan(ours / theirs) else f"{ours / theirs:.3f}")
+            table.append(line)
+        yield from _aligned(table)
+        yield ""
+
+
+def caption(run: Run, frame: pd.DataFrame, l2_gbps: float | None = None) -> Iterator[str]:
+    """What a reader must know about the figures of a table: where and how they were taken, and what they are not."""
+    first = rows(frame.head(1))[0]
+    yield (
+        f"{first['collective'].replace('_', '-')}, {first['dtype']}, mode {first['mode']}, dependent launch "
+        f"{first['dependent_launch']}: median of the slowest rank over {frame['iterations'].min()} to "
+        f"{frame['iterations'].max()} iterations, {frame['launches'].max()} launch(es); taken on the {run.taken_on}."
+    )
+    yield "Bold: the fastest. In place: the input lies in the staging buffer already, where peers pull it from."
+    if frame["floor_us"].notna().any():
+        yield (
+            "Floor: a kernel of the fastest one's grid and launch feature that copies input to output and communicates nothing; "
+            "no term for a link is in it."
+        )
+    p = run.provenance
+    if p.get("backend") == "cuda" and p.get("ranks_per_device", 1) > 1:
+        rates = {int(r["ranks"]): r["l2_gbps"] for r in rows(frame) if r["l2_gbps"] == r["l2_gbps"] and r["l2_gbps"]}
+        if l2_gbps is not None or rates:
+            rate = (
+                f"{l2_gbps:,.0f} GB/s, as given"
+                if l2_gbps is not None
+                else ", ".join(f"{v:,.0f} GB/s for {n} ranks" for n, v in sorted(rates.items()))
+            )
+            yield (
+                f"~: all ranks' wire bytes take more than {L2_SHARE:.0%} of the time at the L2's copy rate ({rate}): about the L2, "
+                "not about a protocol."
+            )
+        else:
+            yield "The rate of the L2 was not measured, so no cell is marked as being about the L2."
+        yield (
+            "The ranks share one GPU: no link is in these figures, and neither scaling over ranks nor crossovers can be read "
+            "from them."
+        )
+
+
+def best_table(run: Run, frame: pd.DataFrame, by: str = "family", l2_gbps: float | None = None) -> str:
+    """The best of each family (or every protocol) by size, as Markdown. frame : what `select` returned."""
+    found = cells(frame, by, l2_gbps)
+    collective = str(frame["collective"].iloc[0])
+    known = families(collective) if by == "family" else [p.name for p in protocols().values()]
+    lines = [*matrix(found, known, label=by == "family"), *caption(run, found, l2_gbps)]
+    return "\n".join(lines)
+
+
+def encodings_table(run: Run, frame: pd.DataFrame, l2_gbps: float | None = None) -> str:
+    """Each encoding's time by size, an algorithm at a time, and where each one is best; as Markdown."""
+    ours = frame[~frame["baseline"] & ~frame["protocol"].isin([FLOOR, "copy"])]
+    if ours.empty:
+        raise ArgumentError(f"{run.path} has no times of our own protocols of that kind")
+    lines: list[str] = []
+    for algorithm in dict.fromkeys(p.algorithm.name for p in protocols().values()):
+        of_it = ours[ours["algorithm"] == algorithm]
+        if of_it.empty:
+            continue
+        found = cells(of_it, "protocol", l2_gbps)
+        found["column"] = [encoding_label(p) for p in found["protocol"]]
+        names = [encoding_label(p.name) for p in protocols().values() if p.algorithm.name == algorithm]
+        lines += [f"### {algorithm}", "", *matrix(found, names, label=False), *_where_best(found, names), ""]
+    return "\n".join([*lines, *caption(run, cells(ours, "protocol", l2_gbps), l2_gbps)])
+
+
+def _where_best(found: pd.DataFrame, names: Sequence[str]) -> Iterator[str]:
+    for name in names:
+        won = found[(found["column"] == name) & found["fastest"]]
+        if not (found["column"] == name).any():
+            continue
+        places = [
+            f"n = {n}: {', '.join(format_size(int(b)) for b in sorted(of_n['nbytes']))}"
+            for n, of_n in won.groupby("ranks")
+        ]
+        yield f"- `{name}` is best at {'; '.join(places)}" if places else f"- `{name}` is never best"
+
+
+def summary_tables(run: Run) -> dict[str, str]:
+    """What a sweep on GPUs prints at its end: the best of each family, by file name."""
+    found: dict[str, str] = {}
+    latency = run.for_figures()
+    graph = latency[(latency["mode"] == "graph") & (latency["ranks"] > 1)]
+    for collective in graph["collective"].unique():
+        for launch in graph.loc[graph["collective"] == collective, "dependent_launch"].unique():
+            for dtype in graph["dtype"].unique():
+                frame = select(run, collective, launch, "graph", dtype)
+                if (frame["protocol"] == FLOOR).all():
+                    continue
+                title = f"## {collective}, {dtype}, dependent launch {launch}"
+                found[f"best-{collective}-{dtype}-{launch}.md"] = f"{title}\n\n{best_table(run, frame)}"
+    return found

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fcomm import bootstrap, checks
+from fcomm import checks
 from fcomm.dtypes import REDUCIBLE
-from fcomm.errors import DeviceError, FcommError
+from fcomm.errors import DeviceError, FcommError, HangError
 from fcomm.protocols import HOPPER, GpuShare, Protocol, protocols
 
 if TYPE_CHECKING:
@@ -274,15 +274,25 @@ def _sentence(error: Exception) -> FcommError:
 
 
 def together(mpi: MPI.Intracomm, step: Callable[[], T]) -> T:
-    """Runs a step that meets the other ranks nowhere but in kernels; if it fails on one, all raise alike."""
+    """Runs a step that meets the other ranks nowhere but in kernels; if it fails on one, all raise alike.
 
-    def guarded() -> T:
-        try:
-            return step()
-        except Exception as error:
-            raise _sentence(error) from None
-
-    return bootstrap.collectively(mpi, guarded)
+    A rank that waits in vain for one that failed says so; what that one says comes first.
+    """
+    error: FcommError | None = None
+    result: T | None = None
+    try:
+        result = step()
+    except Exception as caught:
+        error = _sentence(caught)
+    failures = [
+        (isinstance(e, HangError), rank, type(e), str(e))
+        for rank, e in enumerate(mpi.allgather(error))
+        if e is not None
+    ]
+    if failures:
+        _, rank, kind, message = min(failures, key=lambda f: f[:2])
+        raise kind(message if f"rank {rank}" in message else f"{message} (rank {rank})")
+    return result  # type: ignore[return-value]  # no rank failed, so this one has its result
 
 
 class Dataset:
@@ -345,33 +355,58 @@ def in_turns(
     failed: dict[Case, str] = {}
     for turn in range(turns):
         while left := [b for b in bound if b.case not in failed]:
-            error: tuple[int, str, bool] | None = None
+            error: tuple[int, bool, str, bool] | None = None
             for k, candidate in enumerate(left):
                 try:
                     step(turn, candidate)
                 except Exception as caught:
                     why = _sentence(caught)
-                    error = (k, str(why), isinstance(why, DeviceError))
+                    error = (k, isinstance(why, HangError), str(why), isinstance(why, DeviceError))
                     break
             first = min((e for e in mpi.allgather(error) if e is not None), default=None)
             if first is None:
                 break
-            number, sentence, fatal = first
+            number, _, sentence, fatal = first
             if fatal:
                 raise DeviceError(f"{left[number].case.protocol}: {sentence}")
             failed[left[number].case] = sentence
-            recover(left)
+            for comm in dict.fromkeys(b.comm for b in left):
+                recover(comm)
     return failed
 
 
-def recover(bound: Iterable[Bound]) -> None:
-    """Collective: puts the communicators of these candidates into their first state after one of them failed."""
-    for comm in dict.fromkeys(b.comm for b in bound):
-        comm.reset()
-        if comm.backend.name == "cuda":
-            from fcomm import measure_cuda
+def recover(comm: Communicator) -> None:
+    """Collective: puts a communicator, and what measures on it, into its first state after a call on it failed."""
+    comm.reset()
+    if comm.backend.name == "cuda":
+        from fcomm import measure_cuda
 
-            measure_cuda.recover(comm)
+        measure_cuda.recover(comm)
+
+
+def bind_all(
+    mpi: MPI.Intracomm, wanted: Sequence[tuple[Communicator, Case, Any, Any]]
+) -> tuple[list[Bound], dict[Case, str]]:
+    """Makes cases ready for their check, each from (communicator, case, x, out); and why others could not be. Collective."""
+    made: dict[Case, Bound] = {}
+    errors: dict[Case, str] = {}
+    for comm, case, x, out in wanted:
+        try:
+            made[case] = Bound(comm, case, x, out, MODES[case.mode].bind(comm, case, x, out))
+        except Exception as caught:
+            errors[case] = str(_sentence(caught))
+    for theirs in mpi.allgather(errors):
+        errors = {**theirs, **errors}
+    return [b for case, b in made.items() if case not in errors], errors
+
+
+def fill(comm: Communicator, case: Case, seed: Sequence[int], x: Any) -> None:
+    """Puts this rank's random data into the case's input."""
+    kept = _put(
+        comm, x, checks.inputs([*seed, case.ranks, case.count], comm.rank, comm.world_size, case.count, case.dtype)
+    )
+    comm.backend.synchronize()
+    del kept
 
 
 def verify(

@@ -169,8 +169,6 @@ class Ring:
     """
 
     def __init__(self, comm: Communicator, case: Case) -> None:
-        import cupy
-
         self.key = (*case.point, comm.rank)
         self.count, self.copies = case.count, comm.world_size if case.collective == "all_gather" else 1
         element = REDUCIBLE[case.dtype]
@@ -183,6 +181,13 @@ class Ring:
         every = np.empty((comm.world_size, own.nbytes), np.uint8)
         comm.mpi.Allgather(own.view(np.uint8), every)
         self._rows = [row.view(own.dtype) for row in every]
+        self._wants: dict[str, Any] = {}
+        together(comm.mpi, lambda: self._allocate(comm, own))
+
+    def _allocate(self, comm: Communicator, own: NDArray[Any]) -> None:
+        import cupy
+
+        element, case = self._element, self._case
         self.inputs = [comm.from_host(own[self._part(k)]) for k in range(self.calls)]
         words = np.dtype(f"u{element.itemsize}")
         self._words = cupy.empty(self.calls * self._stride // element.itemsize, words)
@@ -191,7 +196,6 @@ class Ring:
             self._words[k * per_call : k * per_call + self._out_elements].view(element.numpy).reshape(case.out_shape)
             for k in range(self.calls)
         ]
-        self._wants: dict[str, Any] = {}
 
     def _part(self, k: int) -> slice:
         return slice(k * SHIFT, k * SHIFT + self.count)

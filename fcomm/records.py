@@ -28,7 +28,7 @@ import tempfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
@@ -69,14 +69,18 @@ CASES = (
     Column("launch", "int16", "", "number of the mpirun within the run"),
     Column("case", "int32", "", "number of the case, the same in all launches of the run"),
     Column("collective", "string", "", "all_reduce, all_gather or reduce_scatter"),
-    Column("protocol", "string", "", "name in the registry; `copy` for one rank, `floor` for what communicates nothing"),
+    Column(
+        "protocol", "string", "", "name in the registry; `copy` for one rank, `floor` for what communicates nothing"
+    ),
     Column("form", "string", "", "what ran: the protocol itself, or the one that a name for several stood for"),
     Column("algorithm", "string", "", "the protocol's algorithm"),
     Column("encoding", "string", "", "the encodings of its phases, joined by +; empty for baselines without one"),
     Column("baseline", "bool", "", "there to be compared with; never chosen by the selector"),
     Column("mode", "string", "", "which latency was taken: graph, isolated, host, prepared"),
     Column("dependent_launch", "string", "", "launch feature: none, or late (trigger behind the last store)"),
-    Column("input", "string", "", "where the input lay: array (the caller's own) or staging (pulled from there as it is)"),
+    Column(
+        "input", "string", "", "where the input lay: array (the caller's own) or staging (pulled from there as it is)"
+    ),
     Column("shape", "string", "", "launch shape that was asked for, blocks x threads; empty: the protocol's default"),
     Column("ranks", "int16", "ranks", "world size of the communicator"),
     Column("dtype", "string", "", "element type"),
@@ -97,18 +101,35 @@ CASES = (
         "timed calls on record; fewer than planned where the budget ended the rounds",
     ),
     Column("checked_calls", "int32", "calls", "calls with fresh data compared with the reference before timing"),
-    Column("wrong", "int64", "elements", "elements of those calls, over all ranks, whose bits were wrong"),
-    Column("status", "string", "", "measured, wrong or failed (its times are void), dropped (no time), refused (not admitted)"),
-    Column("reason", "string", "", "why it was not measured; empty where it was"),
     Column(
-        "dependent_edges", "int32", "edges", "programmatic edges in the captured graph; empty: not counted", optional=True
+        "wrong", "int64", "elements", "elements of those calls, or of a replay, over all ranks, whose bits were wrong"
     ),
     Column(
-        "arrival_skew_us", "float64", "µs", "median wait of the first rank for the last one before a timed stretch",
+        "status",
+        "string",
+        "",
+        "measured, wrong or failed (its times are void), dropped (no time), refused (not admitted)",
+    ),
+    Column("reason", "string", "", "why it was not measured; empty where it was"),
+    Column(
+        "dependent_edges",
+        "int32",
+        "edges",
+        "programmatic edges in the captured graph; empty: not counted",
         optional=True,
     ),
     Column(
-        "l2_gbps", "float64", "GB/s", "rate at which the ranks of one shared GPU copied within its L2, all together",
+        "arrival_skew_us",
+        "float64",
+        "µs",
+        "median wait of the first rank for the last one before a timed stretch",
+        optional=True,
+    ),
+    Column(
+        "l2_gbps",
+        "float64",
+        "GB/s",
+        "rate at which the ranks of one shared GPU copied within its L2, all together",
         optional=True,
     ),
     Column("emulated", "bool", "", "times of the cpu backend: an emulation, not a GPU"),
@@ -418,6 +439,10 @@ SLIM_CALLS = (None, 20, 10, 5, 2, 1)
 """Timed calls of each case that a slim copy keeps: the first of these that fits; None: all."""
 
 
+# Of few calls an interval is not known, and a floor only where one was measured: NaN here, nothing in the file.
+_SUMMARY = (Column("case", "int32", "", ""), *(replace(c, optional=c.type == "float64") for c in LATENCY))
+
+
 def export(source: Path, destination: Path, limit_bytes: int) -> int | None:
     """Writes a complete run to a folder of its own, in `limit_bytes` at most; returns the calls kept of each case.
 
@@ -454,9 +479,8 @@ def _write_slim(run: Run, folder: Path, calls: int | None) -> None:
 
     content = _read_json(run.path / "run.json")
     if calls is not None:
-        names = ["case", *(c.name for c in LATENCY)]
-        columns = (Column("case", "int32", "", ""), *LATENCY)
-        summary = pa.Table.from_pandas(run.latency[names], schema=_schema(columns), preserve_index=False)
+        names = [c.name for c in _SUMMARY]
+        summary = pa.Table.from_pandas(run.latency[names], schema=_schema(_SUMMARY), preserve_index=False)
         write_whole(folder / "latency.parquet", _parquet(summary))
         content["slim"] = {"calls": calls, "latency_sha256": _sha256(folder / "latency.parquet")}
     write_whole(folder / "run.json", _json(content))
@@ -486,7 +510,7 @@ def _read_summary(path: Path, content: Mapping[str, Any]) -> pd.DataFrame | None
         raise RecordError(f"{file} is missing from a slim copy")
     if _sha256(file) != content["slim"].get("latency_sha256"):
         raise RecordError(f"{file.resolve()} was changed: its SHA-256 is not the recorded one")
-    return _read_parquet(file, (Column("case", "int32", "", ""), *LATENCY))
+    return _read_parquet(file, _SUMMARY)
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
@@ -612,6 +636,8 @@ def _merge(every: pd.DataFrame, samples: pd.DataFrame) -> pd.DataFrame:
     sums = ordered.groupby("case")[["checked_calls", "wrong"]].sum()
     merged[["checked_calls", "wrong"]] = sums
     merged["planned"] = ordered.groupby("case")["planned"].max()
+    late = [c.name for c in CASES if c.optional]
+    merged[late] = ordered.groupby("case")[late].first()  # known in one launch, empty in another that was killed
     counts = samples.drop_duplicates(["launch", "case", "iteration"]).groupby("case").size()
     merged["iterations"] = counts.reindex(merged.index, fill_value=0).astype("int32")
     bad = ordered[ordered["status"].isin(["wrong", "failed"])].drop_duplicates("case").set_index("case")
@@ -621,16 +647,17 @@ def _merge(every: pd.DataFrame, samples: pd.DataFrame) -> pd.DataFrame:
 
 def _owed(launches: Sequence[_Launch]) -> dict[int, int]:
     owed: dict[int, int] = {}
+    given_up = {int(c) for one in launches for c in one.cases.loc[one.cases["status"] != "measured", "case"]}
     for launch in launches:
         if launch.sealed:
             continue
         if not launch.provenance["resumes"]:
-            runnable = launch.cases[launch.cases["status"] == "measured"]
+            runnable = launch.cases[~launch.cases["case"].isin(given_up)]
             for case, planned in zip(runnable["case"], runnable["planned"], strict=True):
                 owed[int(case)] = owed.get(int(case), 0) + int(planned)
         for case, count in launch.recorded().items():
             owed[case] = owed.get(case, 0) - count
-    return {case: count for case, count in owed.items() if count > 0}
+    return {case: count for case, count in owed.items() if count > 0 and case not in given_up}
 
 
 def _read_json(path: Path) -> Any:

@@ -12,7 +12,7 @@ import numpy as np
 from mpi4py import MPI
 
 import fcomm
-from fcomm import measure, measure_cuda
+from fcomm import checks, measure, measure_cuda
 from tests import ranks
 
 
@@ -36,8 +36,8 @@ def main() -> int:
                 "   n   bytes protocol                 grid " + "".join(f"{m:>10}" for m in options.modes), flush=True
             )
         for nbytes in options.sizes:
-            data = measure.datasets(comm, (61,), nbytes // 2, "bfloat16")
-            x, out = comm.from_host(data[0][0]), comm.empty(nbytes // 2, "bfloat16")
+            own = checks.inputs((61, nbytes), comm.rank, comm.world_size, nbytes // 2, "bfloat16")
+            x, out = comm.from_host(own), comm.empty(nbytes // 2, "bfloat16")
             for p, dtype in ranks.reducing(comm):
                 if dtype != "bfloat16":
                     continue

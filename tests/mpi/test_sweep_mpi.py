@@ -152,11 +152,72 @@ from experiments import sweep
 from fcomm import bootstrap, measure
 
 verify = measure.verify
-def verify_and_find(comm, launches, x, out, data):
-    return {case: 5 * (case.protocol == "one_shot.ll") for case in verify(comm, launches, x, out, data)}
+def verify_and_find(mpi, bound, data):
+    wrong, failed = verify(mpi, bound, data)
+    return {case: 5 * (case.protocol == "one_shot.ll") for case in wrong}, failed
 measure.verify = verify_and_find
 raise SystemExit(bootstrap.run(sweep.main))
 """
+
+
+FAILING = """
+from experiments import sweep
+from fcomm import Communicator, bootstrap
+from fcomm.errors import ArgumentError
+
+prepare = Communicator.prepare
+def prepare_or_fail(self, collective, x, out=None, *, protocol="auto", **rest):
+    if protocol == "one_shot.ll16" and self.rank == 1:
+        raise ArgumentError("rank 1 does not want to")
+    return prepare(self, collective, x, out, protocol=protocol, **rest)
+Communicator.prepare = prepare_or_fail
+raise SystemExit(bootstrap.run(sweep.main))
+"""
+
+
+def test_a_protocol_that_fails_is_named_and_the_others_are_kept(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(FAILING)
+    protocols = ["--protocols", "one_shot.ll16,one_shot.ll,barrier.one_shot", "--budget", "10m"]
+    arguments = ["--sizes", "1K", "--calls", "20", "--out", str(tmp_path / "r")]
+    done = launch.mpirun(2, [str(script), *protocols, *arguments], timeout=100, env={"FCOMM_TIMEOUT_S": "2"})
+    assert done.returncode == 1, done.stderr
+    assert "# FAILED, times void" in done.stdout
+    run = experiments.load(_only_run(tmp_path / "r"))
+    assert run.complete
+    status = dict(zip(run.cases["protocol"], run.cases["status"], strict=True))
+    assert status == {"one_shot.ll16": "failed", "one_shot.ll": "measured", "barrier.one_shot": "measured"}
+    assert sorted(run.latency["protocol"]) == ["barrier.one_shot", "one_shot.ll"]
+
+
+def test_all_collectives_and_baselines_with_rules_of_their_own(tmp_path: Path) -> None:
+    names = "one_shot.ll,custom_ar_v2,custom_ar_v2.pull_two_shot,lamport_fp,all_gather.ll,sentinel.all_gather,reduce_scatter.ll"
+    arguments = [
+        "--protocols",
+        names,
+        "--collective",
+        "all_reduce,all_gather,reduce_scatter",
+        "--inputs",
+        "array,staging",
+    ]
+    sizes = ["--sizes", "1K,1036", "--dtypes", "f16", "--ranks", "2", "--calls", "10", "--out", str(tmp_path)]
+    done = launch.mpirun(2, [*SWEEP, *arguments, *sizes, "--budget", "10m"], timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    cases = experiments.load(_only_run(tmp_path)).cases
+    assert (cases["wrong"] == 0).all()
+    refused = cases[cases["status"] == "refused"]
+    assert set(refused["reason"]) == {"it takes multiples of 16 bytes, not 1036"}
+    assert set(cases.loc[cases["nbytes"] == 1036, "status"]) == {"refused", "measured"}
+    measured = cases[cases["nbytes"] == 1024].set_index("protocol")
+    assert (measured["status"] == "measured").all()
+    pulled = cases[(cases["nbytes"] == 1024) & (cases["protocol"] == "custom_ar_v2.pull_two_shot")]
+    assert set(pulled["input"]) == {"array", "staging"}
+    assert measured.loc["custom_ar_v2", "form"] == "custom_ar_v2.push"
+    latency = experiments.load(_only_run(tmp_path)).latency
+    for name, moved in (("all_gather.ll", 2048), ("reduce_scatter.ll", 1024)):
+        (row,) = latency[(latency["protocol"] == name) & (latency["nbytes"] == 1024)].to_dict("records")
+        assert row["algbw_gbps"] == pytest.approx(moved / row["latency_us"] / 1e3)
+        assert row["busbw_gbps"] == pytest.approx(row["algbw_gbps"] / 2)
 
 
 def test_a_disk_that_fills_up_in_the_middle_ends_every_rank(tmp_path: Path) -> None:

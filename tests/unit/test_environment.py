@@ -76,9 +76,7 @@ def test_every_package_has_a_lower_bound() -> None:
 
 def test_each_package_is_pinned_within_its_bounds() -> None:
     pinned = pins()
-    outside = {
-        n: (str(b), pinned.get(n)) for n, b in pyproject_bounds().items() if pinned.get(n, "") not in b
-    }
+    outside = {n: (str(b), pinned.get(n)) for n, b in pyproject_bounds().items() if pinned.get(n, "") not in b}
     assert outside == {}
 
 
@@ -107,9 +105,7 @@ def test_setup_reads_bounds_as_packaging_does(setup_env: ModuleType) -> None:
 def test_check_names_what_is_missing_and_what_is_too_old(
     setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        setup_env, "requirements", lambda extras: ["no-such-thing>=1", "numpy>=99", "pytest>=1"]
-    )
+    monkeypatch.setattr(setup_env, "requirements", lambda extras: ["no-such-thing>=1", "numpy>=99", "pytest>=1"])
     with pytest.raises(setup_env.SetupError) as caught:
         setup_env.check("test", [], packages=True)
     text = str(caught.value)
@@ -174,9 +170,7 @@ def test_a_failed_install_leaves_no_stamp(
 
 
 def make(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        ["make", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
-    )
+    return subprocess.run(["make", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
 
 
 def test_make_alone_lists_the_targets() -> None:

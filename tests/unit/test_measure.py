@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fcomm import measure
+from fcomm import checks, measure
+from fcomm.errors import DeviceError, FcommError, HangError
 from fcomm.measure import LEAST, MOST, ROUNDS, Case
+from fcomm.protocols import GpuShare, Protocol, protocols
 
 
 def _samples(rows: list[tuple[int, int, int, int, int]]) -> pd.DataFrame:
@@ -21,7 +24,10 @@ def _samples(rows: list[tuple[int, int, int, int, int]]) -> pd.DataFrame:
 
 
 def _cases(*facts: dict[str, Any]) -> pd.DataFrame:
-    base = {"collective": "all_reduce", "nbytes": 4096, "ranks": 2, "wrong": 0, "iterations": 0}
+    base = {
+        "collective": "all_reduce", "protocol": "one_shot.ll", "dtype": "float32", "mode": "graph", "nbytes": 4096, "ranks": 2,
+        "dependent_launch": "none", "blocks": 4, "threads": 256, "wrong": 0, "iterations": 0, "status": "measured",
+    }  # fmt: skip
     return pd.DataFrame([{"case": k, **base, **f} for k, f in enumerate(facts)])
 
 
@@ -135,6 +141,29 @@ def test_a_case_with_wrong_elements_has_no_latency() -> None:
     assert summary["case"].tolist() == [1]
 
 
+def test_a_case_that_failed_while_it_was_timed_has_no_latency() -> None:
+    rows = [(0, c, i, r, 1000) for c in range(2) for i in range(6) for r in range(2)]
+    summary = measure.summarise(_samples(rows), _cases({"status": "failed"}, {}))
+    assert summary["case"].tolist() == [1]
+
+
+def test_each_case_has_the_floor_of_its_own_grid_and_launch_feature() -> None:
+    kinds: list[tuple[dict[str, Any], int]] = [
+        ({"protocol": "floor"}, 500),
+        ({"protocol": "floor", "blocks": 8}, 700),
+        ({"protocol": "floor", "dependent_launch": "late"}, 250),
+        ({}, 2000),
+        ({"blocks": 8}, 2100),
+        ({"dependent_launch": "late"}, 1000),
+        ({"threads": 512}, 3000),
+    ]
+    rows = [(0, c, i, r, ns) for c, (_, ns) in enumerate(kinds) for i in range(6) for r in range(2)]
+    summary = measure.summarise(_samples(rows), _cases(*(facts for facts, _ in kinds))).set_index("case")
+    assert summary["floor_us"].tolist()[3:6] == [0.5, 0.7, 0.25]
+    assert summary["floor_multiple"].tolist()[3:6] == pytest.approx([4.0, 3.0, 4.0])
+    assert math.isnan(summary["floor_us"][6])
+
+
 def test_nothing_measured_is_an_empty_summary_with_all_columns() -> None:
     summary = measure.summarise(_samples([]), _cases({}))
     assert summary.empty
@@ -188,6 +217,144 @@ def test_a_case_knows_its_counted_facts() -> None:
     assert (columns["count"], columns["encoding"], columns["rounds"], columns["baseline"]) == (2048, "ll", 1, False)
     assert columns["wire_bytes"] == 3 * 2 * 4096  # to three peers, half of each unit evidence
     assert Case("all_reduce", measure.COPY, "float32", 64, 1).columns()["wire_bytes"] == 0
+    assert Case("all_reduce", measure.FLOOR, "float32", 64, 2).columns()["rounds"] == 0
+    assert Case("all_reduce", "two_shot.ll+ll128", "float32", 4096, 2).columns()["encoding"] == "ll+ll128"
+    assert Case("all_reduce", "two_shot.ll", "float32", 4096, 2).columns()["encoding"] == "ll"
+
+
+def test_a_name_for_several_has_the_facts_of_the_one_that_runs() -> None:
+    # At n = 8 on Hopper the original pushes up to 128 KiB (one hop), and pulls in two shots beyond (four).
+    small = Case("all_reduce", "custom_ar_v2", "bfloat16", 128 << 10, 8).columns()
+    large = Case("all_reduce", "custom_ar_v2", "bfloat16", 256 << 10, 8).columns()
+    assert (small["form"], small["algorithm"], small["rounds"]) == ("custom_ar_v2.push", "custom_ar_v2.push", 1)
+    assert (large["form"], large["rounds"]) == ("custom_ar_v2.pull_two_shot", 4)
+    assert small["wire_bytes"] == 7 * (128 << 10)
+    blackwell = GpuShare("10.0", 148, 148)
+    assert (
+        Case("all_reduce", "custom_ar_v2", "bfloat16", 256 << 10, 8).columns(blackwell)["form"] == "custom_ar_v2.push"
+    )
+
+
+def test_what_a_size_rules_out_is_refused_with_the_numbers() -> None:
+    every = frozenset({"atomic4", "atomic8", "atomic16", "acquire_release", "line128"})
+    assert (
+        Case("all_reduce", "custom_ar_v2", "bfloat16", 1022, 4).refusal(every)
+        == "it takes multiples of 16 bytes, not 1022"
+    )
+    assert Case("all_reduce", "one_shot.ll", "bfloat16", 1022, 4).refusal(every) is None
+    odd = Case("reduce_scatter", "reduce_scatter.ll", "float32", 4096, 3)
+    assert odd.refusal(every) == "1024 elements are no equal parts for 3 ranks"
+    assert Case("reduce_scatter", "reduce_scatter.ll", "float32", 4096, 4).refusal(every) is None
+
+
+@given(
+    st.sampled_from(["none", "late"]),
+    st.sampled_from(["array", "staging"]),
+    st.none() | st.tuples(st.just(3), st.just(96)),
+)
+def test_a_case_comes_back_from_its_columns(launch: str, where: str, shape: tuple[int, int] | None) -> None:
+    case = Case("all_reduce", "barrier.one_shot", "float32", 4096, 2, "graph", shape, launch, where)
+    assert Case.from_columns(case.columns()) == case
+
+
+# ---- what is right ---------------------------------------------------------------------------------------------------
+
+
+def _protocol(name: str) -> Protocol:
+    return protocols()[name]
+
+
+def test_expected_results_follow_the_zero_that_a_baseline_cannot_send() -> None:
+    zeros = [np.array([0.0, -0.0, 0.0, 1.0], np.float32), np.array([0.0, -0.0, -0.0, -1.0], np.float32)]
+    signs = {
+        "one_shot.ll": [False, True, False, False],
+        "custom_ar_v2.push": [True, True, True, False],  # 1 - 1 is +0.0 by arithmetic, whatever was sent
+        "custom_ar_v2.pull_two_shot": [False, True, False, False],
+        "lamport_fp": [False, False, False, False],
+    }
+    for name, want in signs.items():
+        got = checks.expected(_protocol(name), zeros, 0)
+        assert np.signbit(got).tolist() == want, name
+        assert (got == 0).all()
+    gathered = checks.expected(_protocol("sentinel.all_gather"), zeros, 1)
+    assert np.signbit(gathered).tolist() == [True, True, True, False, True, True, True, True]
+    assert zeros[0].tobytes() == np.array([0.0, -0.0, 0.0, 1.0], np.float32).tobytes()  # the inputs are as they were
+
+
+def test_expected_results_of_each_collective() -> None:
+    xs = [np.arange(4, dtype=np.float32) + 10 * r for r in range(2)]
+    assert checks.expected(_protocol("one_shot.ll"), xs, 1).tolist() == [10, 12, 14, 16]
+    assert checks.expected(_protocol("reduce_scatter.ll"), xs, 0).tolist() == [10, 12]
+    assert checks.expected(_protocol("reduce_scatter.ll"), xs, 1).tolist() == [14, 16]
+    assert checks.expected(_protocol("all_gather.ll"), xs, 1).tolist() == [0, 1, 2, 3, 10, 11, 12, 13]
+
+
+class OneRank:
+    """A world of one rank, as far as candidates in turns look."""
+
+    def allgather(self, x: Any) -> list[Any]:
+        return [x]
+
+
+class Resettable:
+    """A communicator, as far as recovering looks."""
+
+    def __init__(self) -> None:
+        self.resets = 0
+        self.backend = SimpleNamespace(name="cpu")
+
+    def reset(self) -> None:
+        self.resets += 1
+
+
+def test_a_candidate_that_fails_is_named_and_the_others_go_on() -> None:
+    comm: Any = Resettable()
+    mpi: Any = OneRank()
+    cases = [Case("all_reduce", name, "float32", 64, 2) for name in ("a", "b", "c")]
+    bound = [measure.Bound(comm, case, None, None, lambda: None) for case in cases]
+    seen: list[tuple[int, str]] = []
+
+    def step(turn: int, b: measure.Bound) -> None:
+        if b.case.protocol == "b" and turn == 1:
+            raise HangError("rank 0 gave up waiting")
+        seen.append((turn, b.case.protocol))
+
+    failed = measure.in_turns(mpi, bound, 3, step)
+    assert failed == {cases[1]: "rank 0 gave up waiting"}
+    assert comm.resets == 1
+    assert [t for t in seen if t[1] == "c"] == [(0, "c"), (1, "c"), (2, "c")]
+    assert (2, "a") in seen
+    assert (1, "b") not in seen
+
+
+def test_a_gpu_that_failed_ends_all_candidates() -> None:
+    mpi: Any = OneRank()
+    bound = [measure.Bound(None, Case("all_reduce", "a", "float32", 64, 2), None, None, lambda: None)]  # type: ignore[arg-type]
+
+    def step(turn: int, b: measure.Bound) -> None:
+        raise DeviceError("a kernel failed")
+
+    with pytest.raises(DeviceError, match="a: a kernel failed"):
+        measure.in_turns(mpi, bound, 1, step)
+
+
+def test_the_rank_that_failed_is_heard_before_those_that_waited_for_it() -> None:
+    class Three(OneRank):
+        def allgather(self, x: Any) -> list[Any]:
+            return [HangError("rank 0 gave up waiting"), x, None]
+
+    def step() -> None:
+        raise FcommError("no memory")
+
+    mpi: Any = Three()
+    with pytest.raises(FcommError, match=r"no memory \(rank 1\)"):
+        measure.together(mpi, step)
+
+
+def test_modes_of_a_backend_and_their_default() -> None:
+    assert list(measure.modes("cpu")) == ["host", "prepared"]
+    assert next(iter(measure.modes("cuda"))) == "graph"
+    assert "floor" not in measure.modes("cuda")  # beside each graph, and no mode to ask for
 
 
 def test_age_is_that_of_the_process() -> None:

@@ -39,9 +39,7 @@ def test_wheel_holds_every_kernel_source_with_its_bytes(wheel: Path) -> None:
 
 
 def test_wheel_holds_every_module_and_no_more(wheel: Path) -> None:
-    modules = {
-        p.relative_to(ROOT).as_posix() for top in ("fcomm", "experiments") for p in (ROOT / top).rglob("*.py")
-    }
+    modules = {p.relative_to(ROOT).as_posix() for top in ("fcomm", "experiments") for p in (ROOT / top).rglob("*.py")}
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     assert {name for name in names if name.endswith(".py")} == modules

@@ -9,7 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from experiments import request as rq
+from experiments import sweep
 from fcomm.errors import ArgumentError, FcommError, RecordError
+from fcomm.measure import Case
 from fcomm.protocols import protocols
 from fcomm.sizes import format_size, parse_size
 
@@ -24,7 +26,8 @@ def test_defaults() -> None:
     assert request.ranks == (2, 4, 8)
     assert request.dtypes == ("float32",)
     assert request.protocols == ()
-    assert request.modes == ("host",)
+    assert request.collectives == ("all_reduce",)
+    assert (request.modes, request.launches, request.inputs, request.calls) == ((), (), (), 0)
     assert request.budget_s == 60
     assert request.seed == 0
 
@@ -36,6 +39,26 @@ def test_lists_are_sorted_and_each_once() -> None:
     assert build("--dtypes", "bf16,f32,bfloat16").dtypes == ("bfloat16", "float32")
     assert build("--protocols", "barrier.one_shot,one_shot.ll").protocols == ("barrier.one_shot", "one_shot.ll")
     assert build("--budget", "1.5m").budget_s == 90
+
+
+def test_what_is_left_open_is_the_backends_own() -> None:
+    on_cpu, on_gpu = build().resolved("cpu"), build().resolved("cuda")
+    assert (on_cpu.modes, on_cpu.launches, on_cpu.calls) == (("host",), ("none",), 400)
+    assert (on_gpu.modes, on_gpu.launches, on_gpu.calls) == (("graph",), ("none", "late"), 40)
+    assert on_gpu.resolved("cuda") == on_gpu
+    asked = build("--modes", "host", "--launch", "late", "--calls", "7").resolved("cuda")
+    assert (asked.modes, asked.launches, asked.calls) == (("host",), ("late",), 7)
+    with pytest.raises(ArgumentError, match="graph is not for the cpu backend; use host, prepared"):
+        build("--modes", "graph").resolved("cpu")
+    with pytest.raises(ArgumentError, match="--launch late is for GPUs"):
+        build("--launch", "none,late").resolved("cpu")
+
+
+def test_protocols_belong_to_the_collectives_asked_for() -> None:
+    both = build("--collective", "all_gather,all_reduce", "--protocols", "all_gather.ll,one_shot.ll")
+    assert both.collectives == ("all_gather", "all_reduce")
+    with pytest.raises(ArgumentError, match=r"one_shot.*' is for all_reduce, and this sweep is of all_gather"):
+        build("--collective", "all_gather", "--protocols", "one_shot.ll")
 
 
 @pytest.mark.parametrize(("started", "ranks"), [(1, (1,)), (2, (2,)), (3, (2, 3)), (8, (2, 4, 8)), (6, (2, 4, 6))])
@@ -53,6 +76,10 @@ BAD = {
     "--budget": ["0", "0s", "-5s", "soon", "10 years", "1m30s"],
     "--seed": ["-1", "x", "1.5"],
     "--backend": ["gpu"],
+    "--collective": ["", "allreduce", "all_reduce,"],
+    "--launch": ["", "early", "none,,late"],
+    "--inputs": ["", "here"],
+    "--share": ["0", "101", "-5", "all"],
 }
 
 
@@ -115,7 +142,7 @@ def test_a_request_survives_json() -> None:
     import json
     from dataclasses import asdict
 
-    request = build("--sizes", "1K,3K", "--budget", "90")
+    request = build("--sizes", "1K,3K", "--budget", "90", "--share", "12.5", "--inputs", "staging").resolved("cuda")
     assert rq.Request.from_json(json.loads(json.dumps(asdict(request)))) == request
     with pytest.raises(RecordError):
         rq.Request.from_json({"sizes": [1]})
@@ -136,9 +163,73 @@ def test_a_dry_run_is_not_refused_for_ranks_that_nobody_started() -> None:
     assert build("--dry-run", "--ranks", "3,5", started=1).ranks == (3, 5)
 
 
-@pytest.mark.parametrize("n", [2, 4, 8])
-def test_candidates_keep_the_reason_of_a_protocol_that_was_named(n: int) -> None:
-    admitted: dict[str, Any] = {"a": None, "b": "it does not handle int32"}
-    everything = build()
-    assert rq.candidates(everything, n, "int32", admitted) == {"a": None}
-    assert rq.candidates(everything, 1, "int32", admitted) == {"copy": None}
+EVERYTHING = frozenset({"atomic4", "atomic8", "atomic16", "acquire_release", "line128"})
+
+
+def _candidates(request: rq.Request, backend: str, n: int, **facts: Any) -> dict[Case, str | None]:
+    point = {"collective": "all_reduce", "dtype": "bfloat16", "nbytes": 4096, "capabilities": EVERYTHING, **facts}
+    return rq.candidates(request.resolved(backend), n=n, **point)
+
+
+def test_a_protocol_that_was_named_keeps_its_reason_and_others_are_left_out() -> None:
+    named = build("--protocols", "one_shot.ll,custom_ar_v2")
+    reasons = {c.protocol: why for c, why in _candidates(named, "cpu", 4, nbytes=1022).items()}
+    assert reasons == {"one_shot.ll": None, "custom_ar_v2": "it takes multiples of 16 bytes, not 1022"}
+    everything = _candidates(build(), "cpu", 4, nbytes=1022)
+    assert set(everything.values()) == {None}
+    assert not {"custom_ar_v2", "custom_ar_v2.push", "lamport_fp"} & {c.protocol for c in everything}
+    assert len(_candidates(build(), "cpu", 4)) == sum(p.collective == "all_reduce" for p in protocols().values())
+    without = _candidates(build(), "cpu", 4, capabilities=EVERYTHING - {"line128"})
+    assert not any("ll128" in c.protocol for c in without)
+    assert [c.protocol for c in _candidates(build(), "cpu", 1)] == ["copy"]
+
+
+def test_both_launch_features_are_candidates_on_gpus() -> None:
+    cases = _candidates(build("--protocols", "one_shot.ll"), "cuda", 4)
+    assert [(c.mode, c.dependent_launch, c.input) for c in cases] == [
+        ("graph", "none", "array"),
+        ("graph", "late", "array"),
+    ]
+    cases = _candidates(build("--protocols", "one_shot.ll"), "cuda", 4, launches=["none"])
+    assert [c.dependent_launch for c in cases] == ["none"]
+
+
+def test_pull_protocols_find_their_input_in_the_staging_buffer_in_graphs() -> None:
+    """As their originals do; and whether a name for several pulls depends on the size."""
+    names = "one_shot.ll,barrier.one_shot,custom_ar_v2.pull_two_shot,custom_ar_v2.push,custom_ar_v2"
+    request = build("--protocols", names, "--launch", "none", "--modes", "graph,host")
+
+    def inputs(nbytes: int, *more: str) -> dict[tuple[str, str], set[str]]:
+        asked = build("--protocols", names, "--launch", "none", "--modes", "graph,host", *more)
+        found: dict[tuple[str, str], set[str]] = {}
+        for c in _candidates(asked, "cuda", 8, nbytes=nbytes):
+            found.setdefault((c.protocol, c.mode), set()).add(c.input)
+        return found
+
+    assert request.inputs == ()
+    small, large = inputs(4096), inputs(1 << 20)
+    for found in (small, large):
+        assert found["one_shot.ll", "graph"] == found["custom_ar_v2.push", "graph"] == {"array"}
+        assert found["barrier.one_shot", "graph"] == found["custom_ar_v2.pull_two_shot", "graph"] == {"staging"}
+        assert found["barrier.one_shot", "host"] == {"array"}
+    assert small["custom_ar_v2", "graph"] == {"array"}
+    assert large["custom_ar_v2", "graph"] == {"staging"}
+    both = inputs(4096, "--inputs", "array,staging")
+    assert both["barrier.one_shot", "graph"] == {"array", "staging"}
+    assert both["one_shot.ll", "graph"] == {"array"}
+
+
+def test_floors_are_one_for_each_grid_and_launch_feature_of_a_point() -> None:
+    def surveyed(name: str, blocks: int, launch: str = "none", **facts: Any) -> sweep.Surveyed:
+        case = Case("all_reduce", name, "float32", 4096, 2, facts.pop("mode", "graph"), None, launch)
+        return sweep.Surveyed(case, blocks=blocks, threads=256, cost_s=1e-3, **facts)
+
+    found = [
+        surveyed("one_shot.ll", 2), surveyed("one_shot.ll16", 2), surveyed("two_shot.ll", 3), surveyed("one_shot.ll", 2, "late"),
+        surveyed("one_shot.flag", 9, status="wrong"), surveyed("one_shot.ll", 7, mode="host"),
+    ]  # fmt: skip
+    floors = sweep._floors(found)
+    assert [(f.case.protocol, f.case.shape, f.case.dependent_launch) for f in floors] == [
+        ("floor", (2, 256), "none"), ("floor", (3, 256), "none"), ("floor", (2, 256), "late"),
+    ]  # fmt: skip
+    assert all(f.cost_s == 1e-3 for f in floors)
