@@ -183,7 +183,9 @@ FC_DEVICE void compute_now(u64 v) { asm volatile("" ::"l"(v)); }
 // Dependent launch (sm_90 on; nothing happens where the launch did not ask for it). A grid may begin while the stream's one
 // before it ends. launch_wait() returns when that one is complete and its stores are visible; before it a kernel touches
 // nothing that any kernel writes: not the input, not the slab, not the epoch. launch_trigger() lets the next grid be
-// scheduled and says nothing about memory.
+// scheduled and says nothing about memory. It speaks for the whole block as soon as one of its threads has come to it: one
+// that had nothing to wait for would let the next grid in while others still poll, and that grid could take the room that
+// a peer's grid of this very call needs. So the protocols of ours do without: a block that has returned counts as well.
 FC_DEVICE void launch_wait() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

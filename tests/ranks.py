@@ -10,7 +10,7 @@ import argparse
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import ml_dtypes
@@ -331,6 +331,56 @@ def gather_nothing_and_refusals(comm: fcomm.Communicator) -> None:
         return
     with refused("overlaps", "out[rank]"):
         comm.all_gather(big.reshape(-1)[1 : 1 + 8], big)
+
+
+# ---- reduce-scatter -------------------------------------------------------------------------------------------------
+
+
+def scatter_once(
+    comm: fcomm.Communicator, name: str, dtype: str, part: int, seed: tuple[int, ...], *,
+    offset: int = 0, in_place: bool = False, shape: tuple[int, int] | None = None,
+) -> None:  # fmt: skip
+    """One verified reduce-scatter of parts of that many elements."""
+    n = comm.world_size
+    xs = [checks.inputs(seed, r, n, n * part, dtype) for r in range(n)]
+    x = place(comm, xs[comm.rank], offset)
+    out = x[comm.rank * part : (comm.rank + 1) * part] if in_place else poisoned(comm, part, dtype)
+    got = comm.to_host(comm.reduce_scatter(x, out, protocol=name, shape=shape))
+    comm.check()
+    want = checks.reduce_reference(xs)[comm.rank * part : (comm.rank + 1) * part]
+    wrong = checks.wrong_elements(got, want)
+    assert wrong == 0, f"{name} {dtype} part={part} shape={shape}: {wrong} wrong elements on rank {comm.rank}"
+
+
+def scattering(comm: fcomm.Communicator, *wanted: str) -> Iterator[tuple[str, str]]:
+    """Every admitted reduce-scatter with every dtype it takes (of those wanted)."""
+    ranks = max(comm.world_size, 2)
+    for p in fcomm.protocols().values():
+        if p.collective == "reduce_scatter":
+            for t in p.dtypes:
+                if t.name in (wanted or DTYPES) and p.refusal(t.name, ranks, comm.capabilities) is None:
+                    yield p.name, t.name
+
+
+@case
+def scatter_any_length_alignment_and_grid(comm: fcomm.Communicator) -> None:
+    for name, dtype in scattering(comm):
+        for k, part in enumerate((0, 1, 3, 8, 60, 257, 1000)):
+            scatter_once(comm, name, dtype, part, (50, k), in_place=k % 2 == 1)
+            other = SHAPES[(k + comm.rank) % len(SHAPES)]
+            scatter_once(comm, name, dtype, part, (51, k), offset=k % 3, shape=other)
+
+
+@case
+def scatter_in_pieces_and_in_many_calls(comm: fcomm.Communicator) -> None:
+    for name, dtype in scattering(comm, DTYPES[0]):
+        part = comm.layout.piece_bytes(fcomm.protocols()[name]) // REDUCIBLE[dtype].itemsize + 3
+        scatter_once(comm, name, dtype, part, (52,))
+        for k in range(30):  # among others, as large as fills a grid, then small
+            scatter_once(comm, name, dtype, (16384, 5)[k % 2], (53, k))
+            reduce_once(comm, "auto", dtype, 300, (54, k))
+    with refused("would not be equal") if comm.world_size > 1 else nullcontext():
+        comm.reduce_scatter(comm.from_host(np.ones(comm.world_size + 1, np.float32)))
 
 
 # ---- bit patterns ---------------------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ FC_DEVICE void floor_copy(const Params& p) {
       store_payload<WholeCells, T>(p, p.out + r * p.nbytes, p.nbytes, span, v);
     }
   }
-  launch_trigger();
 }
 
 }  // namespace fc
