@@ -22,8 +22,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("run", type=Path, metavar="RUN", help="folder of a complete run")
     p.add_argument("destination", type=Path, metavar="DEST", help="new folder")
     p.add_argument("--limit", default=DEFAULT_LIMIT, metavar="SIZE", help=f"bytes at most ({DEFAULT_LIMIT})")
+    p.add_argument("--launch", choices=("none", "late"), help="keep the cases with this dependent launch only")
     args = p.parse_args(argv)
-    calls = records.export(args.run, args.destination, parse_size(args.limit))
+    calls = records.export(args.run, args.destination, parse_size(args.limit), args.launch)
     run = records.load(args.destination)
     kept = "all calls" if calls is None else f"{calls} calls of each case, and the statistics of all"
     size = sum(f.stat().st_size for f in args.destination.rglob("*") if f.is_file())

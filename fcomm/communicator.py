@@ -193,10 +193,10 @@ class Communicator:
         Compare every call's signature among the ranks before launching it: slow, and tells disagreement from a hang.
     timeout_s : float, optional
         Seconds until a wait for a peer is given up; default FCOMM_TIMEOUT_S.
-    dependent_launch : {"late", "none"}
+    dependent_launch : {"none", "late"}
         "late": a call's grid may be scheduled while the kernel before it in the stream ends, and waits for that one
-        before it touches anything; it lets its own successor be scheduled when its results are stored. Safe among any
-        kernels; without effect below compute capability 9.0 and on the cpu backend (`no_dependent_launch` says why).
+        before it touches anything; its own successor may be scheduled when all its blocks have returned. Without effect
+        below compute capability 9.0 and on the cpu backend (`no_dependent_launch` says why).
 
     Raises
     ------
@@ -212,7 +212,7 @@ class Communicator:
         channels: int = 1,
         checked: bool = False,
         timeout_s: float | None = None,
-        dependent_launch: str = "late",
+        dependent_launch: str = "none",
     ) -> None:
         bootstrap.check_world(mpi)
         self.mpi: MPI.Intracomm = mpi.Dup()

@@ -443,10 +443,11 @@ SLIM_CALLS = (None, 20, 10, 5, 2, 1)
 _SUMMARY = (Column("case", "int32", "", ""), *(replace(c, optional=c.type == "float64") for c in LATENCY))
 
 
-def export(source: Path, destination: Path, limit_bytes: int) -> int | None:
+def export(source: Path, destination: Path, limit_bytes: int, launch_feature: str | None = None) -> int | None:
     """Writes a complete run to a folder of its own, in `limit_bytes` at most; returns the calls kept of each case.
 
     What does not fit is left out of the samples, evenly; the statistics of all of them then go along. None: all are there.
+    launch_feature : keep the cases with this dependent launch only; `run.json` says so.
     """
     run = load(source)
     if not run.complete:
@@ -461,7 +462,7 @@ def export(source: Path, destination: Path, limit_bytes: int) -> int | None:
         with _writing(destination):
             scratch = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", dir=destination.parent))
         try:
-            _write_slim(run, scratch, calls)
+            _write_slim(run, scratch, calls, launch_feature)
             size = sum(p.stat().st_size for p in scratch.rglob("*") if p.is_file())
             if size <= limit_bytes:
                 with _writing(destination):
@@ -474,20 +475,28 @@ def export(source: Path, destination: Path, limit_bytes: int) -> int | None:
     raise RecordError(f"{source} does not fit into {limit_bytes} bytes, even with one call of each case")
 
 
-def _write_slim(run: Run, folder: Path, calls: int | None) -> None:
+def _write_slim(run: Run, folder: Path, calls: int | None, launch_feature: str | None) -> None:
     import pyarrow as pa
 
     content = _read_json(run.path / "run.json")
     if calls is not None:
         names = [c.name for c in _SUMMARY]
-        summary = pa.Table.from_pandas(run.latency[names], schema=_schema(_SUMMARY), preserve_index=False)
+        latency = run.latency
+        if launch_feature is not None:
+            latency = latency[latency["dependent_launch"] == launch_feature]
+        summary = pa.Table.from_pandas(latency[names], schema=_schema(_SUMMARY), preserve_index=False)
         write_whole(folder / "latency.parquet", _parquet(summary))
         content["slim"] = {"calls": calls, "latency_sha256": _sha256(folder / "latency.parquet")}
+    if launch_feature is not None:
+        content["only"] = {"dependent_launch": launch_feature}
     write_whole(folder / "run.json", _json(content))
     for original in _launch_folders(run.path):
         launch, target = _read_launch(original), folder / original.name
         target.mkdir()
-        samples = launch.samples
+        cases, samples = launch.cases, launch.samples
+        if launch_feature is not None:
+            cases = cases[cases["dependent_launch"] == launch_feature]
+            samples = samples[samples["case"].isin(cases["case"])]
         if calls is not None:
             every = samples[["case", "iteration"]].drop_duplicates()
             number = every.groupby("case").cumcount()
@@ -496,7 +505,7 @@ def _write_slim(run: Run, folder: Path, calls: int | None) -> None:
             kept = every[(number + 1) * calls // total.clip(lower=calls) > number * calls // total.clip(lower=calls)]
             samples = samples.merge(kept, on=["case", "iteration"], how="inner")
         write_whole(target / "provenance.json", (original / "provenance.json").read_bytes())
-        for name, frame, schema in (("cases", launch.cases, CASES), ("samples", samples, SAMPLES)):
+        for name, frame, schema in (("cases", cases, CASES), ("samples", samples, SAMPLES)):
             table = pa.Table.from_pandas(frame, schema=_schema(schema), preserve_index=False)
             write_whole(target / f"{name}.parquet", _parquet(table))
         _seal(target)
