@@ -23,6 +23,10 @@ LAUNCHES = ("none", "late")
 INPUTS = (ARRAY, STAGING)
 DEFAULT_SIZES = "1K..1M"
 DEFAULT_BUDGET = "60s"
+CPU_PROTOCOLS = (
+    "one_shot.ll", "one_shot.lamport16", "two_shot.ll", "two_shot.lamport16", "barrier.one_shot", "custom_ar_v2.push"
+)  # fmt: skip
+"""What the cpu backend measures of all-reduce unless told: it builds each kernel anew on a new machine, and emulates."""
 LARGEST = 64 << 20
 MOST_RANKS = 1024
 MOST_CALLS = 1_000_000
@@ -45,7 +49,7 @@ class Request:
     ranks: tuple[int, ...]
     dtypes: tuple[str, ...]
     protocols: tuple[str, ...]
-    """Empty: all that are admitted."""
+    """Empty: all that are admitted, but for all-reduce on the cpu backend (see CPU_PROTOCOLS)."""
     modes: tuple[str, ...]
     calls: int
     """Timed calls of a case at most; the budget may allow fewer."""
@@ -75,6 +79,8 @@ class Request:
             modes=self.modes or (next(iter(known)),),
             launches=self.launches or (("none",) if backend == "cpu" else LAUNCHES),
             calls=self.calls or most,
+            protocols=self.protocols
+            or (CPU_PROTOCOLS if backend == "cpu" and self.collectives == ("all_reduce",) else ()),
         )
 
     @classmethod
@@ -104,7 +110,11 @@ def parser() -> argparse.ArgumentParser:
         help="rank counts: 2,4,8 or 2..8 (powers of two, and all that were started)",
     )
     p.add_argument("--dtypes", metavar="LIST", help="element types: float32, float16, bfloat16, int32 (float32)")
-    p.add_argument("--protocols", metavar="LIST", help="names as in `python -m fcomm info` (all that are admitted)")
+    p.add_argument(
+        "--protocols",
+        metavar="LIST",
+        help="names as in `python -m fcomm info`, or all (all; on the cpu backend the few that a minute is enough for)",
+    )
     p.add_argument(
         "--modes",
         metavar="LIST",
@@ -221,6 +231,8 @@ def build_request(args: argparse.Namespace, started: int) -> Request:
                 raise ArgumentError(f"--sizes {nbytes} is no whole number of {dtype} elements of {itemsize} bytes")
     names = [] if args.protocols is None else _items("--protocols", args.protocols)
     collectives = _list("--collective", args.collective, COLLECTIVES) or ("all_reduce",)
+    if names == ["all"]:
+        names = [p.name for p in protocols().values() if p.collective in collectives]
     for name in names:
         if protocol(name).collective not in collectives:
             raise ArgumentError(

@@ -150,7 +150,7 @@ def test_a_request_survives_json() -> None:
 
 def test_a_dry_run_lists_every_case_and_the_time() -> None:
     text = rq.dry_run(build("--dry-run", "--sizes", "1K,4K", "--backend", "cpu", started=1))
-    names = [p.name for p in protocols().values() if p.collective == "all_reduce"]
+    names = rq.CPU_PROTOCOLS
     lines = text.splitlines()[1:-1]
     assert len(lines) == 3 * 2 * len(names)  # n = 2, 4, 8 as under mpirun -n 8
     assert all(any(name in line for name in names) for line in lines)
@@ -175,11 +175,15 @@ def test_a_protocol_that_was_named_keeps_its_reason_and_others_are_left_out() ->
     named = build("--protocols", "one_shot.ll,custom_ar_v2")
     reasons = {c.protocol: why for c, why in _candidates(named, "cpu", 4, nbytes=1022).items()}
     assert reasons == {"one_shot.ll": None, "custom_ar_v2": "it takes multiples of 16 bytes, not 1022"}
-    everything = _candidates(build(), "cpu", 4, nbytes=1022)
+    everything = _candidates(build("--launch", "none", "--inputs", "array"), "cuda", 4, nbytes=1022)
     assert set(everything.values()) == {None}
     assert not {"custom_ar_v2", "custom_ar_v2.push", "lamport_fp"} & {c.protocol for c in everything}
-    assert len(_candidates(build(), "cpu", 4)) == sum(p.collective == "all_reduce" for p in protocols().values())
-    without = _candidates(build(), "cpu", 4, capabilities=EVERYTHING - {"line128"})
+    every = [p.name for p in protocols().values() if p.collective == "all_reduce"]
+    assert [c.protocol for c in _candidates(build("--protocols", "all"), "cpu", 4)] == every
+    few = _candidates(build(), "cpu", 4)
+    assert tuple(c.protocol for c in few) == rq.CPU_PROTOCOLS
+    assert set(few.values()) == {None}
+    without = _candidates(build("--launch", "none"), "cuda", 4, capabilities=EVERYTHING - {"line128"})
     assert not any("ll128" in c.protocol for c in without)
     assert [c.protocol for c in _candidates(build(), "cpu", 1)] == ["copy"]
 
