@@ -149,7 +149,9 @@ def _latency_panel(axis: Axes, frame: Any, dtypes: list[str]) -> None:
             x = line["nbytes"].to_numpy(float)
             look = style(protocol)
             label = f"{protocol}, {dtype}" if len(dtypes) > 1 else protocol
-            dash = DASHES[dtypes.index(dtype) % len(DASHES)]
+            known = protocols().get(protocol)
+            phases = len(known.algorithm.phases) if known else 1  # dashed: two phases
+            dash = DASHES[(dtypes.index(dtype) + phases - 1) % len(DASHES)]
             axis.plot(x, line["latency_us"], label=label, linestyle=dash, markersize=4.5, linewidth=1.4, **look)
             axis.fill_between(x, line["low_us"], line["high_us"], color=look["color"], alpha=0.22, linewidth=0)
     _dress(axis)
