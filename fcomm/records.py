@@ -77,7 +77,12 @@ CASES = (
     Column("encoding", "string", "", "the encodings of its phases, joined by +; empty for baselines without one"),
     Column("baseline", "bool", "", "there to be compared with; never chosen by the selector"),
     Column("mode", "string", "", "which latency was taken: graph, isolated, host, prepared"),
-    Column("dependent_launch", "string", "", "launch feature: none, or late (trigger behind the last store)"),
+    Column(
+        "dependent_launch",
+        "string",
+        "",
+        "launch feature: none, or late (the next grid may be scheduled when all blocks of this one have returned)",
+    ),
     Column(
         "input", "string", "", "where the input lay: array (the caller's own) or staging (pulled from there as it is)"
     ),
