@@ -376,8 +376,8 @@ def scatter_in_pieces_and_in_many_calls(comm: fcomm.Communicator) -> None:
     for name, dtype in scattering(comm, DTYPES[0]):
         part = comm.layout.piece_bytes(fcomm.protocols()[name]) // REDUCIBLE[dtype].itemsize + 3
         scatter_once(comm, name, dtype, part, (52,))
-        for k in range(30):  # among others, as large as fills a grid, then small
-            scatter_once(comm, name, dtype, (16384, 5)[k % 2], (53, k))
+        for k in range(12):  # among others: as large as fills several passes of a grid, then small
+            scatter_once(comm, name, dtype, (8192, 5)[k % 2], (53, k))
             reduce_once(comm, "auto", dtype, 300, (54, k))
     with refused("would not be equal") if comm.world_size > 1 else nullcontext():
         comm.reduce_scatter(comm.from_host(np.ones(comm.world_size + 1, np.float32)))
