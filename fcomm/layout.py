@@ -30,7 +30,6 @@ BARRIER_FLAGS_PER_SOURCE = 64
 V2_MAX_BLOCKS = 512
 V2_SEMAPHORE_BYTES = 32
 """The semaphores of one block: a word for each source."""
-DEFAULT_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,6 @@ class SlabLayout:
         control = round_up(channels * CONTROL_BYTES, 4096)
         self.channel_bytes, template = self._regions(0)
         self._regions_of = [template if c == 0 else self._regions(c * self.channel_bytes)[1] for c in range(channels)]
-        self._control_bytes = control
         self.slab_bytes = round_up(control + channels * self.channel_bytes, SLAB_GRANULE)
 
     def _regions(self, start: int) -> tuple[int, dict[str, Region]]:

@@ -37,13 +37,6 @@ class Ticket {
   u32 drawn_;
 };
 
-// Both steps at once, for a caller that has nothing to do in between.
-FC_DEVICE bool advance_epoch(const Params& p, u32 e) {
-  Ticket ticket;
-  ticket.draw(p);
-  return ticket.settle(p, e);
-}
-
 // Clears stale evidence: one call's share of it. A slot's tail may still hold the evidence of a large call that was made
 // one whole period (2^32 - 2 calls) ago; a call with that very epoch would believe it. So before the epoch wraps there is
 // a window of calls in which each clears a few cells, twice around each copy: what a call in the window leaves behind is

@@ -197,7 +197,6 @@ FC_DEVICE void launch_trigger() {
 #endif
 }
 FC_DEVICE void spin_pause() {}  // a spinning warp costs its own issue slots only
-FC_DEVICE void fence_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 FC_DEVICE void block_barrier() { __syncthreads(); }
 FC_DEVICE u32 lane_id() { return threadIdx.x & 31u; }
 FC_DEVICE u32 group_any(u32 mask, u32 predicate) { return __any_sync(mask, predicate); }

@@ -50,6 +50,20 @@ FC_DEVICE void report_expired(const Params& p, u32 e, u32 peer, u64 cell, Cell s
   st_relaxed_gpu(&c->poison, 1u);
 }
 
+// The same for a wait for several ranks' cells: describes the first of those that are missing.
+FC_DEVICE void report_missing(const Params& p, u32 e, u32 missing, u64 cell, const Cell* got) {
+  u32 late = 0;
+  Cell last = {{0, 0, 0, 0}};
+#pragma unroll
+  for (u32 r = FC_N; r-- > 0;) {
+    if (missing >> r & 1u) {
+      late = r;
+      last = got[r];
+    }
+  }
+  report_expired(p, e, late, cell, last);
+}
+
 // Waits for an epoch word, with acquire. On expiry it reports and returns; the caller looks at the poison.
 FC_DEVICE void await_flag(const Params& p, const u32* flag, u32 e, u32 peer, u64 chunk) {
   Wait wait;

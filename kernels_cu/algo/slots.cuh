@@ -219,7 +219,7 @@ class Slots {
       }
       if (Wire::kChunked || missing == 0) break;  // chunks: await() has seen the flag
       if (!Wire::all_agree(wait.again(p_))) {
-        report_missing(missing, cell, got);
+        report_missing(p_, e_, missing, cell, got);
         return false;
       }
     }
@@ -258,18 +258,6 @@ class Slots {
     return reinterpret_cast<Cell*>(slot + shift_ + Wire::kHeaderBytes) + cell;
   }
   FC_DEVICE u32* flag_of(u64 slot, u32 chunk) const { return reinterpret_cast<u32*>(slot + shift_) + chunk; }
-  FC_DEVICE void report_missing(u32 missing, u32 cell, const Cell* got) const {
-    u32 late = 0;
-    Cell last = {{0, 0, 0, 0}};
-#pragma unroll
-    for (u32 r = FC_N; r-- > 0;) {
-      if (missing >> r & 1u) {
-        late = r;
-        last = got[r];
-      }
-    }
-    report_expired(p_, e_, late, cell, last);
-  }
 
   const Params& p_;
   const Region& g_;

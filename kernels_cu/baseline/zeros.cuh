@@ -65,16 +65,7 @@ FC_DEVICE bool take(const Params& p, u32 e, u32 copy, u64 cell, Cell* got) {
     if (missing == 0) return true;
     if (!wait.again(p)) break;
   }
-  u32 late = 0;
-  Cell last = {{0, 0, 0, 0}};
-#pragma unroll
-  for (u32 r = FC_N; r-- > 0;) {
-    if (missing >> r & 1u) {
-      late = r;
-      last = got[r];
-    }
-  }
-  report_expired(p, e, late, cell, last);
+  report_missing(p, e, missing, cell, got);
   return false;
 }
 

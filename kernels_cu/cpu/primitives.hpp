@@ -86,7 +86,6 @@ FC_DEVICE u32 ld_relaxed_sys(const u32* p) { return __atomic_load_n(p, __ATOMIC_
 FC_DEVICE void st_relaxed_sys(u32* p, u32 v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
 FC_DEVICE u32 ld_acquire_sys(const u32* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
 FC_DEVICE void st_release_sys(u32* p, u32 v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
-FC_DEVICE void fence_sys() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 
 // No host instruction writes 128 bytes untorn, so a line is emulated: payload first and the flag's cell last, behind a
 // release; reading, the flag's cell first, then an acquire. The lanes meet in between.

@@ -29,12 +29,15 @@ static u32 epoch, winners;
 
 static void run_advance(const void*) {
   const u32 e = ld_epoch(control(*params)).epoch;
-  if (e == epoch && advance_epoch(*params, e)) winners++;
+  if (e != epoch) return;
+  Ticket ticket;
+  ticket.draw(*params);
+  if (ticket.settle(*params, e)) winners++;
 }
 
 extern "C" {
 unsigned next_epoch(unsigned e) { return epoch_after(e); }
-// Number of threads of the grid to which advance_epoch said true; none if they read another epoch than e.
+// Number of threads of the grid for which the ticket advanced the epoch; none if they read another epoch than e.
 unsigned advance(const Params* p, unsigned e, unsigned blocks, unsigned threads) {
   params = p;
   epoch = e;
