@@ -12,6 +12,7 @@ from pathlib import Path
 from fcomm import bootstrap, records
 from fcomm.cli import Parser
 from fcomm.sizes import format_size, parse_size
+from fcomm.source import LAUNCHES
 
 DEFAULT_LIMIT = "1500K"
 
@@ -22,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("run", type=Path, metavar="RUN", help="folder of a complete run")
     p.add_argument("destination", type=Path, metavar="DEST", help="new folder")
     p.add_argument("--limit", default=DEFAULT_LIMIT, metavar="SIZE", help=f"bytes at most ({DEFAULT_LIMIT})")
-    p.add_argument("--launch", choices=("none", "late"), help="keep the cases with this dependent launch only")
+    p.add_argument("--launch", choices=LAUNCHES, help="keep the cases with this dependent launch only")
     args = p.parse_args(argv)
     calls = records.export(args.run, args.destination, parse_size(args.limit), args.launch)
     run = records.load(args.destination)

@@ -17,9 +17,11 @@ from fcomm.errors import ArgumentError, RecordError
 from fcomm.measure import ARRAY, COPY, STAGING, Case
 from fcomm.protocols import GpuShare, protocol, protocols
 from fcomm.sizes import format_size, parse_size
+from fcomm.source import LAUNCHES
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
-LAUNCHES = ("none", "late")
+GPU_LAUNCHES = ("none", "late")
+"""Measured unless told; early is an opt-in, as it is for callers."""
 INPUTS = (ARRAY, STAGING)
 DEFAULT_SIZES = "1K..1M"
 DEFAULT_BUDGET = "60s"
@@ -58,7 +60,7 @@ class Request:
     backend: str
     collectives: tuple[str, ...] = ("all_reduce",)
     launches: tuple[str, ...] = ()
-    """Launch features: none, late."""
+    """Launch features, of `fcomm.source.LAUNCHES`."""
     inputs: tuple[str, ...] = ()
     """Where pull protocols find their input. Empty: in the staging buffer for `graph`, else in an array."""
     share: float | None = None
@@ -70,14 +72,14 @@ class Request:
         for mode in self.modes:
             if mode not in known:
                 raise ArgumentError(f"--modes {mode} is not for the {backend} backend; use {', '.join(known)}")
-        if backend == "cpu" and set(self.launches) - {"none"}:
-            raise ArgumentError("--launch late is for GPUs: the cpu backend runs one grid after the other")
+        if backend == "cpu" and (dependent := [name for name in self.launches if name != "none"]):
+            raise ArgumentError(f"--launch {dependent[0]} is for GPUs: the cpu backend runs one grid after the other")
         most = measure.MOST if backend == "cpu" else measure.MOST_REPLAYS
         return replace(
             self,
             backend=backend,
             modes=self.modes or (next(iter(known)),),
-            launches=self.launches or (("none",) if backend == "cpu" else LAUNCHES),
+            launches=self.launches or (("none",) if backend == "cpu" else GPU_LAUNCHES),
             calls=self.calls or most,
             protocols=self.protocols
             or (CPU_PROTOCOLS if backend == "cpu" and self.collectives == ("all_reduce",) else ()),
@@ -123,7 +125,10 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--collective", metavar="LIST", help=f"{', '.join(COLLECTIVES)} (all_reduce)")
     p.add_argument(
-        "--launch", metavar="LIST", help="launch features: none, late (dependent launch) (both on GPUs, none elsewhere)"
+        "--launch",
+        metavar="LIST",
+        help="launch features: none; late, early: dependent launch, its trigger at the end of a block or at its entry "
+        "(none,late on GPUs, none elsewhere)",
     )
     p.add_argument(
         "--inputs",

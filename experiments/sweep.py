@@ -192,26 +192,26 @@ class Sweep:
 
         r, backend = self.request, cast(Any, comm.backend)
         specs: dict[str, Specialisation] = {}
-        floors: dict[tuple[int, bool], None] = {}
+        floors: dict[tuple[int, bool, str], None] = {}
         for n in r.ranks:
             for collective in r.collectives:
                 for dtype in r.dtypes:
                     for nbytes in r.sizes:
                         aligned = nbytes % (16 * n if collective == "reduce_scatter" else 16) == 0
-                        floors[n, aligned] = None
+                        floors |= {(n, aligned, launch): None for launch in r.launches}
                         for case, why in candidates(
                             r, collective, dtype, nbytes, n, comm.capabilities, comm.gpu
                         ).items():
                             form = case.form(comm.gpu)
                             if why is None and form is not None:
                                 element = BYTES if form.algorithm.moves_bytes else REDUCIBLE[dtype]
-                                spec = Specialisation(form, element, n, aligned)
+                                spec = Specialisation(form, element, n, aligned, case.dependent_launch)
                                 specs[spec.name] = spec
         jobs: list[Callable[[], object]] = [partial(backend.kernel, spec) for spec in specs.values()]
         jobs += [partial(backend.compile, "meet", measure_cuda.meet_text(n)) for n in r.ranks]
-        for n, aligned in floors:
+        for n, aligned, launch in floors:
             for threads in (32, 1024):
-                jobs.append(partial(backend.compile, FLOOR, measure_cuda.floor_text(n, aligned, threads)))
+                jobs.append(partial(backend.compile, FLOOR, measure_cuda.floor_text(n, aligned, threads, launch)))
         return jobs
 
     @contextmanager

@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from experiments.request import COLLECTIVES, LAUNCHES
+from experiments.request import COLLECTIVES
 from experiments.tables import best_table, cells, encodings_table, latency_csv, select
 from fcomm import bootstrap, records
 from fcomm.cli import Parser
 from fcomm.dtypes import reducible
 from fcomm.errors import ArgumentError
+from fcomm.source import LAUNCHES
 
 
 def parser() -> argparse.ArgumentParser:

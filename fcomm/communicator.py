@@ -16,7 +16,7 @@ from fcomm.dtypes import BYTES, REDUCIBLE
 from fcomm.errors import ArgumentError, ClosedError, DisagreementError, HangError, NotAdmittedError
 from fcomm.layout import CALL_WORDS, ERROR_DTYPE, FIRST_CALL_WORD, V2_MAX_BLOCKS, SlabLayout, error_message
 from fcomm.protocols import CELL_BYTES, HOPPER, GpuShare, Protocol, protocol, protocols, shard_bytes
-from fcomm.source import MAX_THREADS, Specialisation
+from fcomm.source import LAUNCHES, MAX_THREADS, Specialisation
 
 WARP = 32
 ALIGNMENT = 16
@@ -75,14 +75,22 @@ class Plan:
         self.protocol = proto
         self.pieces = _pieces(comm, proto, nbytes)
         aligned = aligned and not any((p.nbytes | p.stride | p.part) % ALIGNMENT for p in self.pieces)
-        self.kernel = comm.backend.kernel(Specialisation(proto, element, comm.world_size, aligned))
+        self.kernel = comm.backend.kernel(
+            Specialisation(proto, element, comm.world_size, aligned, comm.dependent_launch)
+        )
         most = proto.max_threads(comm.world_size)
         wanted = shape or _default_shape(comm, proto, self.pieces[0])
         if wanted.threads % WARP or not WARP <= wanted.threads <= most or wanted.blocks < 1:
             raise ArgumentError(
                 f"a launch shape is blocks >= 1 and threads a multiple of {WARP} up to {most}, not {wanted}"
             )
-        resident = self.kernel.max_blocks(wanted.threads)
+        # A grid that is let in at the entry of the one before it needs room of its own.
+        resident = self.kernel.max_blocks(wanted.threads) // (2 if comm.dependent_launch == "early" else 1)
+        if resident < 1:
+            raise ArgumentError(
+                f"{proto.name} cannot have two grids of {wanted.threads} threads a block on this rank's SMs, which "
+                "dependent launch with the early trigger needs: use fewer threads, or dependent_launch='late'"
+            )
         self.shape = LaunchShape(min(wanted.blocks, resident), wanted.threads)
         if proto.algorithm.grid is not None and proto.algorithm.grid.fixed:
             comm._keep_grid(proto, channel, wanted, resident)
@@ -193,10 +201,13 @@ class Communicator:
         Compare every call's signature among the ranks before launching it: slow, and tells disagreement from a hang.
     timeout_s : float, optional
         Seconds until a wait for a peer is given up; default FCOMM_TIMEOUT_S.
-    dependent_launch : {"none", "late"}
+    dependent_launch : {"none", "late", "early"}
         "late": a call's grid may be scheduled while the kernel before it in the stream ends, and waits for that one
-        before it touches anything; its own successor may be scheduled when all its blocks have returned. Without effect
-        below compute capability 9.0 and on the cpu backend (`no_dependent_launch` says why).
+        before it touches anything; its own successor may be scheduled when all its blocks have stored their output.
+        "early": when all its blocks have begun, which takes room for two grids of every rank, and is the caller's promise
+        that whatever follows in the stream waits before it reads a result or overwrites an input: kernels of other
+        launches without the attribute do, kernels with it that never wait do not. Without effect below compute
+        capability 9.0 and on the cpu backend (`no_dependent_launch` says why).
 
     Raises
     ------
@@ -236,8 +247,8 @@ class Communicator:
         self.rank, self.world_size = mpi.rank, mpi.size
 
         def local() -> tuple[SlabLayout, float, bool]:
-            if dependent_launch not in ("late", "none"):
-                raise ArgumentError(f"dependent_launch is 'late' or 'none', not {dependent_launch!r}")
+            if dependent_launch not in LAUNCHES:
+                raise ArgumentError(f"dependent_launch is one of {', '.join(LAUNCHES)}, not {dependent_launch!r}")
             return (
                 SlabLayout(mpi.size, max_bytes, channels),
                 settings.timeout_s() if timeout_s is None else timeout_s,

@@ -25,7 +25,7 @@ from fcomm.layout import params_dtype
 from fcomm.measure import FLOOR, STAGING, Case, Mode, WrongElementsError, together
 from fcomm.protocols import ALGORITHMS, Protocol
 from fcomm.sizes import round_up
-from fcomm.source import MAX_THREADS, flatten
+from fcomm.source import LAUNCHES, MAX_THREADS, flatten
 
 if TYPE_CHECKING:
     from fcomm import Communicator
@@ -51,10 +51,11 @@ def _backend(comm: Communicator) -> CudaBackend:
     return comm.backend
 
 
-def _text(header: str, call: str, world_size: int, aligned: bool, max_threads: int) -> str:
+def _text(header: str, call: str, world_size: int, aligned: bool, max_threads: int, launch: str = "none") -> str:
     lines = [
         f"#define FC_N {world_size}",
         f"#define FC_ALIGNED {int(aligned)}",
+        f"#define FC_TRIGGER {LAUNCHES.index(launch)}",
         f"#define FC_MAX_THREADS {max_threads}",
         f'#include "{header}"',
         f"FC_KERNEL(({call}))",
@@ -67,10 +68,10 @@ def meet_text(world_size: int) -> str:
     return _text("measure/meet.cuh", "fc::meet", world_size, aligned=True, max_threads=MAX_THREADS)
 
 
-def floor_text(world_size: int, aligned: bool, threads: int) -> str:
-    """Source of the floor's kernel, for launches with so many threads a block."""
+def floor_text(world_size: int, aligned: bool, threads: int, launch: str = "none") -> str:
+    """Source of the floor's kernel, for launches with so many threads a block and that launch feature."""
     most = MAX_THREADS if threads <= MAX_THREADS else max(a.max_threads for a in ALGORITHMS.values())
-    return _text("measure/floor.cuh", "fc::floor_copy<fc::Bytes>", world_size, aligned, most)
+    return _text("measure/floor.cuh", "fc::floor_copy<fc::Bytes>", world_size, aligned, most, launch)
 
 
 class Meeting:
@@ -436,7 +437,9 @@ class FloorCalls(GraphCalls):
         nbytes = case.nbytes // case.ranks if case.collective == "reduce_scatter" else case.nbytes
         offset = nbytes * comm.rank if case.collective == "reduce_scatter" else 0
         aligned = nbytes % 16 == 0
-        kernel = backend.compile(FLOOR, floor_text(comm.world_size, aligned, self._shape.threads))
+        kernel = backend.compile(
+            FLOOR, floor_text(comm.world_size, aligned, self._shape.threads, comm.dependent_launch)
+        )
         calls: list[Queue] = []
         for k in range(ring.calls):
             params = np.zeros(1, params_dtype(comm.world_size))

@@ -19,6 +19,10 @@ from fcomm.protocols import Protocol
 OPTIONS = ("-std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
 """What NVRTC is told: IEEE arithmetic, no flush to zero, no contraction."""
 
+LAUNCHES = ("none", "late", "early")
+"""Launch features: no dependent launch; dependent launch whose trigger comes at the end of a block, resp. at its entry.
+Kernels know them by their index here (FC_TRIGGER)."""
+
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"\s*$')
 
 
@@ -41,10 +45,13 @@ class Specialisation:
     world_size: int
     aligned: bool = True
     """For arrays and messages at multiples of 16 bytes only (compiled in on GPUs; a host's kernel is told at run time)."""
+    launch: str = "none"
+    """The launch feature, one of `LAUNCHES` (a host's kernel is the same for all)."""
 
     @property
     def name(self) -> str:
-        return f"{self.protocol.name}-{self.dtype.name}-n{self.world_size}{'' if self.aligned else '-any'}"
+        name = f"{self.protocol.name}-{self.dtype.name}-n{self.world_size}{'' if self.aligned else '-any'}"
+        return name if self.launch == "none" else f"{name}-{self.launch}"
 
     def root_text(self) -> str:
         """The few lines that include a kernel and instantiate it."""
@@ -56,6 +63,7 @@ class Specialisation:
                 f"// {self.name}",
                 f"#define FC_N {self.world_size}",
                 f"#define FC_ALIGNED {int(self.aligned)}",
+                f"#define FC_TRIGGER {LAUNCHES.index(self.launch)}",
                 f"#define FC_MAX_THREADS {self.protocol.max_threads(self.world_size)}",
                 *(f'#include "{h}"' for h in headers),
                 f"FC_KERNEL((fc::{self.protocol.algorithm.kernel}<{arguments}>))",

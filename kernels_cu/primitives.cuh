@@ -13,6 +13,9 @@
 #ifndef FC_ALIGNED
 #define FC_ALIGNED 0
 #endif
+#ifndef FC_TRIGGER
+#define FC_TRIGGER 0
+#endif
 
 namespace fc {
 
@@ -182,22 +185,44 @@ FC_DEVICE u64 now_ns() {
 FC_DEVICE void compute_now(u64 v) { asm volatile("" ::"l"(v)); }
 // Dependent launch (sm_90 on; nothing happens where the launch did not ask for it). A grid may begin while the stream's one
 // before it ends. launch_wait() returns when that one is complete and its stores are visible; before it a kernel touches
-// nothing that any kernel writes: not the input, not the slab, not the epoch. launch_trigger() lets the next grid be
-// scheduled and says nothing about memory. It speaks for the whole block as soon as one of its threads has come to it: one
-// that had nothing to wait for would let the next grid in while others still poll, and that grid could take the room that
-// a peer's grid of this very call needs. So the protocols of ours do without: a block that has returned counts as well.
-FC_DEVICE void launch_wait() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-FC_DEVICE void launch_trigger() {
+// nothing that any kernel writes: not the input, not the slab, not the epoch. A trigger lets the next grid be scheduled, when
+// every block has come to it or has returned, and says nothing about memory.
+//
+// A trigger speaks for its whole block as soon as one thread executes it. Behind the first thread's last poll it would come
+// too soon: others of the block may still poll for a peer's block that is not resident yet, and the grid that is let in can
+// take that block's room, for good. Hence block_trigger(), behind a barrier of the block: then all cells of all peers have
+// been taken, so all peers' pushing blocks are resident, this grid ends whatever else happens, and there are never two grids
+// of a rank of which one waits for a peer to get in. One grid for each rank is room enough (docs/gpu.md).
+//
+// FC_TRIGGER == 2 ("early") triggers at the entry instead, behind the wait; there must be room for two grids of each rank.
+FC_DEVICE void launch_dependents() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
+FC_DEVICE void launch_wait() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+#if FC_TRIGGER == 2
+  launch_dependents();
+#endif
+}
 FC_DEVICE void spin_pause() {}  // a spinning warp costs its own issue slots only
 FC_DEVICE void block_barrier() { __syncthreads(); }
+// The late trigger of a block. All its threads that have not returned call it, behind their last store of the output.
+FC_DEVICE void block_trigger() {
+#if FC_TRIGGER == 1
+  block_barrier();
+  launch_dependents();
+#endif
+}
+// The late trigger of a thread, for baselines whose originals have it so: see above for what it risks where ranks share a GPU.
+FC_DEVICE void thread_trigger() {
+#if FC_TRIGGER == 1
+  launch_dependents();
+#endif
+}
 FC_DEVICE u32 lane_id() { return threadIdx.x & 31u; }
 FC_DEVICE u32 group_any(u32 mask, u32 predicate) { return __any_sync(mask, predicate); }
 FC_DEVICE u32 group_all(u32 mask, u32 predicate) { return __all_sync(mask, predicate); }

@@ -34,6 +34,7 @@ FC_DEVICE void reduce_scatter(const Params& p) {
       store_payload<Wire, T>(p, p.out, p.part, Wire::span(i.cell), sum);
     }
   }
+  block_trigger();
   if (ticket.settle(p, turn.epoch())) turn.record(p, 1, cells);
 }
 

@@ -92,6 +92,7 @@ FC_DEVICE void two_shot(const Params& p) {
       shards.store<Wire2, T>(p.out, peer, i.cell, Wire2::payload(got));
     }
   }
+  block_trigger();
   if (ticket.settle(p, turns.first().epoch())) {
     turns.first().record(p, kOneWire ? 3 : 1, cells1);
     if (!kOneWire) turns.second().record(p, 2, cells2);

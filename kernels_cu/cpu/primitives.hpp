@@ -26,7 +26,8 @@ struct alignas(16) Cell {
 FC_DEVICE u32 lane_id() { return fc_cpu::self().thread % fc_cpu::kWarp; }
 FC_DEVICE void compute_now(u64) {}
 FC_DEVICE void launch_wait() {}
-FC_DEVICE void launch_trigger() {}
+FC_DEVICE void block_trigger() {}
+FC_DEVICE void thread_trigger() {}
 FC_DEVICE void spin_pause() { fc_cpu::next_fiber(); }
 FC_DEVICE void block_barrier() { fc_cpu::wait_at(fc_cpu::self().block->gate, fc_cpu::self().block->live); }
 FC_DEVICE fc_cpu::Warp& warp() { return fc_cpu::self().block->warps[fc_cpu::self().thread / fc_cpu::kWarp]; }

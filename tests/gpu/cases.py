@@ -415,6 +415,75 @@ def a_hang_inside_a_graph_is_named(comm: fcomm.Communicator) -> None:
         graph.replay(1)
 
 
+# ---- dependent launch -----------------------------------------------------------------------------------------------
+
+
+def with_trigger(comm: fcomm.Communicator, launch: str) -> bool:
+    """Whether this GPU has that launch feature; its kernels are compiled then, by one rank each."""
+    if comm.dependent_launch != launch:
+        assert comm.no_dependent_launch
+        if comm.rank == 0:
+            print(f"# dependent launch {launch}: {comm.no_dependent_launch}", flush=True)
+        return False
+    mine = [p for p, dtype in reducing(comm) if dtype == "bfloat16"][comm.rank :: comm.world_size]
+    for p in mine:
+        comm.backend.kernel(Specialisation(p, REDUCIBLE["bfloat16"], comm.world_size, True, launch))
+    comm.mpi.Barrier()
+    return True
+
+
+def dependent(comm: fcomm.Communicator, launch: str) -> None:
+    """Calls whose grids overlap: sizes that jump, then full grids of one protocol after another, where the next grid
+    would take the room of a peer's if it were let in too soon."""
+    with make(comm, max_bytes=1 << 20, dependent_launch=launch) as other:
+        if not with_trigger(other, launch):
+            return
+        names = [p.name for p, dtype in reducing(other) if dtype == "bfloat16"]
+        rng = np.random.default_rng(53)
+        counts = [int(c) * 8 for c in rng.choice([1, 5, 360, 1126, 4096], len(names) * 2)]
+        graph = Captured(other, [(name, "bfloat16", c) for name, c in zip(names * 2, counts, strict=True)], 53)
+        for k in range(3):
+            graph.replay(k)
+        full = Captured(other, [(name, "bfloat16", 1 << 16) for name in names for _ in range(6)], 54)
+        full.replay(0)
+        for _ in range(20):
+            full.graph.launch(full.stream)
+        full.replay(1)
+
+
+@case
+def dependent_launch_with_a_late_trigger_is_exact(comm: fcomm.Communicator) -> None:
+    dependent(comm, "late")
+
+
+@case
+def dependent_launch_with_an_early_trigger_is_exact(comm: fcomm.Communicator) -> None:
+    dependent(comm, "early")
+
+
+@case
+def a_hang_under_dependent_launch_is_named(comm: fcomm.Communicator) -> None:
+    """A thread that gives up returns without coming to the block's trigger."""
+    n = comm.world_size
+    for launch in ("late", "early"):
+        with make(comm, timeout_s=0.5, dependent_launch=launch) as victim:
+            if victim.dependent_launch != launch:
+                continue
+            graph = Captured(
+                victim, [("one_shot.lamport16", "float32", 4000), ("two_shot.ll", "float32", 4000)] * 4, 55
+            )
+            graph.replay(0)
+            if comm.rank != n - 1:
+                start = time.monotonic()
+                graph.graph.launch(graph.stream)
+                graph.stream.synchronize()
+                assert time.monotonic() - start < 5
+                with pytest.raises(HangError):
+                    victim.check()
+            victim.reset()
+            graph.replay(1)
+
+
 # ---- streams --------------------------------------------------------------------------------------------------------
 
 

@@ -77,7 +77,7 @@ BAD = {
     "--seed": ["-1", "x", "1.5"],
     "--backend": ["gpu"],
     "--collective": ["", "allreduce", "all_reduce,"],
-    "--launch": ["", "early", "none,,late"],
+    "--launch": ["", "soon", "none,,late"],
     "--inputs": ["", "here"],
     "--share": ["0", "101", "-5", "all"],
 }
