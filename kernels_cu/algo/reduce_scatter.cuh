@@ -11,13 +11,15 @@ template <class Wire, class T>
 FC_DEVICE void reduce_scatter(const Params& p) {
   const Shards shards(p);
   Slots<Wire, false> slots(p, p.region[0], 0);
+  const u32 cells = cells_of<Wire>(p.part);
+  Tiles tiles(cells, chunk_cells<Wire>(cells));
   launch_wait();
+  Payload v[Batch<Wire>::kCells];
+  Batch<Wire>(p, shards, tiles).template load<T>(p.in, v);  // before the epoch: the compiler waits for that at once
   const Turn<Wire> turn(p);
   if (turn.poisoned()) return;
   slots.begin(turn);
-  const u32 cells = cells_of<Wire>(p.part);
-  Tiles tiles(cells, chunk_cells<Wire>(cells));
-  scatter<Wire, T>(p, shards, slots, tiles);
+  scatter<Wire, T>(p, shards, slots, tiles, v);
 
   Ticket ticket;
   ticket.draw(p);
@@ -26,12 +28,10 @@ FC_DEVICE void reduce_scatter(const Params& p) {
 
   for (; tiles.more(); tiles.next()) {
     if (!slots.await(tiles.index(), all_peers(p))) return;
-    for (u32 v = tiles.first_item(); v < tiles.items(); v += tiles.stride()) {
-      const Item i = tiles.item(v);
-      if (i.behind != 0 || i.cell >= tiles.end()) continue;
+    for (u32 c = tiles.first_own(); c < tiles.end(); c += tiles.stride()) {
       Payload sum;
-      if (!reduce_own<Wire, T>(p, shards, slots, i.cell, &sum)) return;
-      store_payload<Wire, T>(p, p.out, p.part, Wire::span(i.cell), sum);
+      if (!reduce_own<Wire, T>(p, shards, slots, c, &sum)) return;
+      store_payload<Wire, T>(p, p.out, p.part, Wire::span(c), sum);
     }
   }
   block_trigger();

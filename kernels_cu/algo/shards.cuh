@@ -41,15 +41,48 @@ class Shards {
   u64 rest_;
 };
 
-// Pushes to each peer its part of my input.
+// A thread's cells of the peers' parts in a tile, a few at a time: all of those are asked for before one is waited for.
+template <class Wire>
+class Batch {
+ public:
+  static constexpr u32 kCells = 4;
+
+  FC_DEVICE Batch(const Params& p, const Shards& shards, const Tiles& tile)
+      : p_(p), shards_(shards), tile_(tile), at_(tile.first_item()) {}
+  FC_DEVICE bool more() const { return at_ < tile_.items(); }
+  FC_DEVICE void next() { at_ += kCells * tile_.stride(); }
+
+  // Calls f(k, peer, cell) for the k-th cell of these, where there is one.
+  template <class F>
+  FC_DEVICE void each(const F& f) const {
+#pragma unroll
+    for (u32 k = 0; k < kCells; k++) {
+      const u32 v = at_ + k * tile_.stride();
+      const Item i = tile_.item(v);
+      const u32 peer = p_.rank + i.behind < FC_N ? p_.rank + i.behind : p_.rank + i.behind - FC_N;
+      if (v < tile_.items() && i.cell < tile_.end() && i.cell < shards_.cells<Wire>(peer)) f(k, peer, i.cell);
+    }
+  }
+  template <class T>
+  FC_DEVICE void load(u64 message, Payload* v) const {
+    each([&](u32 k, u32 peer, u32 cell) { v[k] = shards_.load<Wire, T>(message, peer, cell); });
+  }
+
+ private:
+  const Params& p_;
+  const Shards& shards_;
+  const Tiles& tile_;
+  u32 at_;
+};
+
+// Pushes to each peer its part of my input. The first batch of the first tile was loaded before.
 template <class Wire, class T>
-FC_DEVICE void scatter(const Params& p, const Shards& shards, const Slots<Wire, false>& slots, Tiles tiles) {
-  for (; tiles.more(); tiles.next()) {
-    for (u32 v = tiles.first_item(); v < tiles.items(); v += tiles.stride()) {
-      const Item i = tiles.item(v);
-      const u32 peer = slots.behind(i.behind);
-      if (i.behind == 0 || i.cell >= tiles.end() || i.cell >= shards.cells<Wire>(peer)) continue;
-      slots.push_to(peer, i.cell, shards.load<Wire, T>(p.in, peer, i.cell));
+FC_DEVICE void scatter(const Params& p, const Shards& shards, const Slots<Wire, false>& slots, Tiles tiles, Payload* v) {
+  for (bool loaded = true; tiles.more(); tiles.next(), loaded = false) {
+    for (Batch<Wire> batch(p, shards, tiles); batch.more(); batch.next()) {
+      if (!loaded) batch.template load<T>(p.in, v);
+      loaded = false;
+      batch.each([&](u32 k, u32 peer, u32 cell) { slots.push_to(peer, cell, v[k]); });
     }
     slots.publish(tiles.index(), shards.peers_with<Wire>(tiles.base()));
   }

@@ -105,7 +105,7 @@ class Turns<Wire, Wire> {
   Turn<Wire> turn_;
 };
 
-// One cell of one rank's part of a message; ranks are counted from mine on, which is 0.
+// One cell of one peer's part of a message; ranks are counted from mine on, which is 0.
 struct Item {
   u32 behind, cell;
 };
@@ -130,12 +130,17 @@ class Tiles {
     return size_ == 0 || e > cells_ ? cells_ : e;
   }
 
-  // The tile's cells of all ranks' parts, for algorithms that split a message: for (v = first(); v < items(); v += stride())
-  // with first() and items() counted from base(). Warps take the ranks in turn, so that each block has a share of my own
-  // part, whose sums everyone waits for, and a warp's cells lie side by side. An item may lie behind the end of the tile.
+  // For algorithms that split a message: the tile's cells of all peers' parts, for (v = first_item(); v < items();
+  // v += stride()). Warps take the peers in turn, and a warp's cells lie side by side. An item may lie behind the end.
   FC_DEVICE u32 first_item() const { return first() - base(); }
-  FC_DEVICE u32 items() const { return end() <= base() ? 0 : (end() - base() + 31) / 32 * 32 * FC_N; }
-  FC_DEVICE Item item(u32 v) const { return Item{v / 32 % FC_N, base() + v / 32 / FC_N * 32 + v % 32}; }
+  FC_DEVICE u32 items() const { return end() <= base() ? 0 : (end() - base() + 31) / 32 * 32 * (FC_N - 1); }
+  FC_DEVICE Item item(u32 v) const { return Item{v / 32 % (FC_N - 1) + 1, base() + v / 32 / (FC_N - 1) * 32 + v % 32}; }
+
+  // The tile's cells of my own part, whose sums everyone waits for, spread over all blocks: for (c = first_own(); c < end();
+  // c += stride()).
+  FC_DEVICE u32 first_own() const {
+    return size_ == 0 ? (threadIdx.x / 32 * gridDim.x + blockIdx.x) * 32 + threadIdx.x % 32 : first();
+  }
 
   // Whether this is the first cell that the thread handles at all.
   FC_DEVICE bool is_first(u32 cell) const { return tile_ == start() && cell == first(); }
@@ -232,18 +237,30 @@ class Slots {
     return true;
   }
 
-  // The same for one peer.
-  FC_DEVICE bool take_from(u32 peer, u32 cell, Cell* got) const {
+  // The same for up to 32 cells of any peers: each(f) calls f(k, peer, cell) for those that go to got[k].
+  template <class Each>
+  FC_DEVICE bool take_each(const Each& each, Cell* got) const {
+    u32 missing = 0;
+    each([&](u32 k, u32, u32) { missing |= 1u << k; });
     Wait wait;
     while (true) {
-      *got = Wire::look(cell_at(from(peer), cell));
-      if (Wire::ready(*got, e_)) break;
+      each([&](u32 k, u32 peer, u32 cell) {
+        if (missing >> k & 1u) got[k] = Wire::look(cell_at(from(peer), cell));
+      });
+      each([&](u32 k, u32, u32) {
+        if ((missing >> k & 1u) && Wire::ready(got[k], e_)) missing &= ~(1u << k);
+      });
+      if (Wire::kChunked || missing == 0) break;
       if (!Wire::all_agree(wait.again(p_))) {
-        report_expired(p_, e_, peer, cell, *got);
+        each([&](u32 k, u32 peer, u32 cell) {
+          if (missing >> k & 1u) report_expired(p_, e_, peer, cell, got[k]);
+        });
         return false;
       }
     }
-    if (Wire::kSecondLook) *got = Wire::look(cell_at(from(peer), cell));
+    if (Wire::kSecondLook) {
+      each([&](u32 k, u32 peer, u32 cell) { got[k] = Wire::look(cell_at(from(peer), cell)); });
+    }
     return true;
   }
 

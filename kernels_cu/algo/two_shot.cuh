@@ -35,16 +35,18 @@ FC_DEVICE void two_shot(const Params& p) {
   const Shards shards(p);
   Slots<Wire1, false> slots1(p, p.region[0], 0);
   Slots<Wire2, false> slots2(p, p.region[1], 1);
+  const u32 cells1 = cells_of<Wire1>(p.part), cells2 = cells_of<Wire2>(p.part), own_cells = shards.cells<Wire1>(p.rank);
+  const Tiles tiles1(cells1, kSameSpans ? chunk_cells<Wire1>(cells1) : tile_cells<Wire1>());
+  const Tiles tiles2(cells2, kSameSpans ? chunk_cells<Wire2>(cells2) : tile_cells<Wire2>());
   launch_wait();
+  Payload v[Batch<Wire1>::kCells];
+  Batch<Wire1>(p, shards, tiles1).template load<T>(p.in, v);  // before the epoch: the compiler waits for that at once
   const Turns<Wire1, Wire2> turns(p);
   if (turns.first().poisoned()) return;
   slots1.begin(turns.first());
   slots2.begin(turns.second());
-  const u32 cells1 = cells_of<Wire1>(p.part), cells2 = cells_of<Wire2>(p.part), own_cells = shards.cells<Wire1>(p.rank);
-  const Tiles tiles1(cells1, kSameSpans ? chunk_cells<Wire1>(cells1) : tile_cells<Wire1>());
-  const Tiles tiles2(cells2, kSameSpans ? chunk_cells<Wire2>(cells2) : tile_cells<Wire2>());
 
-  scatter<Wire1, T>(p, shards, slots1, tiles1);
+  scatter<Wire1, T>(p, shards, slots1, tiles1, v);
 
   Ticket ticket;
   ticket.draw(p);
@@ -58,14 +60,12 @@ FC_DEVICE void two_shot(const Params& p) {
   for (Tiles t = tiles1; t.more() && t.base() < own_cells; t.next()) {
     if (!slots1.await(t.index(), all_peers(p))) return;
     bool complete = true;
-    for (u32 v = t.first_item(); complete && v < t.items(); v += t.stride()) {
-      const Item i = t.item(v);
-      if (i.behind != 0 || i.cell >= t.end() || i.cell >= own_cells) continue;
+    for (u32 c = t.first_own(); c < t.end() && c < own_cells; c += t.stride()) {
       Payload sum;
-      complete = reduce_own<Wire1, T>(p, shards, slots1, i.cell, &sum);
+      complete = reduce_own<Wire1, T>(p, shards, slots1, c, &sum);
       if (!complete) break;
-      shards.store<Wire1, T>(p.out, p.rank, i.cell, sum);
-      if (kSameSpans) slots2.push(i.cell, sum);
+      shards.store<Wire1, T>(p.out, p.rank, c, sum);
+      if (kSameSpans) slots2.push(c, sum);
     }
     if (!kSameSpans) {
       block_barrier();  // the tile's sums are in the output, for all threads of the block
@@ -83,13 +83,10 @@ FC_DEVICE void two_shot(const Params& p) {
   // The others' parts, already added.
   for (Tiles t = tiles2; t.more(); t.next()) {
     if (!slots2.await(t.index(), shards.peers_with<Wire2>(t.base()))) return;
-    for (u32 v = t.first_item(); v < t.items(); v += t.stride()) {
-      const Item i = t.item(v);
-      const u32 peer = slots2.behind(i.behind);
-      if (i.behind == 0 || i.cell >= t.end() || i.cell >= shards.cells<Wire2>(peer)) continue;
-      Cell got;
-      if (!slots2.take_from(peer, i.cell, &got)) return;
-      shards.store<Wire2, T>(p.out, peer, i.cell, Wire2::payload(got));
+    for (Batch<Wire2> batch(p, shards, t); batch.more(); batch.next()) {
+      Cell got[Batch<Wire2>::kCells];
+      if (!slots2.take_each([&](const auto& f) { batch.each(f); }, got)) return;
+      batch.each([&](u32 k, u32 peer, u32 cell) { shards.store<Wire2, T>(p.out, peer, cell, Wire2::payload(got[k])); });
     }
   }
   block_trigger();

@@ -86,8 +86,10 @@ some, every = ahead(machine_code.slot_listing, SOME), ahead(machine_code.slot_li
 
 
 def check(spec: Specialisation, arch: str, listing: Listing) -> None:
-    # For sm_100 the compiler unrolls some loops, and pushes are there several times.
-    assert slot_faults(spec.protocol, spec.world_size, listing, unrolled=arch == "sm_100") == []
+    # For sm_100 the compiler unrolls some loops, and where the first batch was loaded before the loop that pushes it, it
+    # may take the first round out of that: pushes are there several times.
+    unrolled = arch == "sm_100" or "shard" in spec.protocol.algorithm.phases
+    assert slot_faults(spec.protocol, spec.world_size, listing, unrolled=unrolled) == []
 
 
 @parametrize(SOME)
