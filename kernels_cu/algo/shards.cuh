@@ -17,7 +17,7 @@ class Shards {
   FC_DEVICE u64 bytes(u32 rank) const { return rank < full_ ? p_.part : rank == full_ ? rest_ : 0; }
   template <class Wire>
   FC_DEVICE u32 cells(u32 rank) const {
-    return cells_of<Wire>(bytes(rank));
+    return rank < full_ ? cells_of<Wire>(p_.part) : rank == full_ ? cells_of<Wire>(rest_) : 0;
   }
   // The peers whose parts have a cell with that index.
   template <class Wire>
@@ -58,9 +58,10 @@ class Batch {
 #pragma unroll
     for (u32 k = 0; k < kCells; k++) {
       const u32 v = at_ + k * tile_.stride();
+      if (v >= tile_.items()) break;  // of a small message a thread has one cell: nothing is worked out for the others
       const Item i = tile_.item(v);
       const u32 peer = p_.rank + i.behind < FC_N ? p_.rank + i.behind : p_.rank + i.behind - FC_N;
-      if (v < tile_.items() && i.cell < tile_.end() && i.cell < shards_.cells<Wire>(peer)) f(k, peer, i.cell);
+      if (i.cell < tile_.end() && i.cell < shards_.cells<Wire>(peer)) f(k, peer, i.cell);
     }
   }
   template <class T>

@@ -237,29 +237,45 @@ class Slots {
     return true;
   }
 
-  // The same for up to 32 cells of any peers: each(f) calls f(k, peer, cell) for those that go to got[k].
-  template <class Each>
+  // The same for up to kMost cells of any peers: each(f) calls f(k, peer, cell) for those that go to got[k].
+  template <u32 kMost, class Each>
   FC_DEVICE bool take_each(const Each& each, Cell* got) const {
+    const Cell* at[kMost];  // worked out once, not in every round of polling
     u32 missing = 0;
-    each([&](u32 k, u32, u32) { missing |= 1u << k; });
+    each([&](u32 k, u32 peer, u32 cell) {
+      at[k] = cell_at(from(peer), cell);
+      missing |= 1u << k;
+    });
+    const u32 wanted = missing;
     Wait wait;
     while (true) {
-      each([&](u32 k, u32 peer, u32 cell) {
-        if (missing >> k & 1u) got[k] = Wire::look(cell_at(from(peer), cell));
-      });
-      each([&](u32 k, u32, u32) {
+#pragma unroll
+      for (u32 k = 0; k < kMost; k++) {
+        if (missing >> k & 1u) got[k] = Wire::look(at[k]);
+      }
+#pragma unroll
+      for (u32 k = 0; k < kMost; k++) {
         if ((missing >> k & 1u) && Wire::ready(got[k], e_)) missing &= ~(1u << k);
-      });
+      }
       if (Wire::kChunked || missing == 0) break;
       if (!Wire::all_agree(wait.again(p_))) {
+        u32 who = 0, where = 0;
+        Cell seen = {{0, 0, 0, 0}};
         each([&](u32 k, u32 peer, u32 cell) {
-          if (missing >> k & 1u) report_expired(p_, e_, peer, cell, got[k]);
+          if ((missing >> k & 1u) == 0) return;
+          who = peer;
+          where = cell;
+          seen = got[k];
         });
+        report_expired(p_, e_, who, where, seen);
         return false;
       }
     }
     if (Wire::kSecondLook) {
-      each([&](u32 k, u32 peer, u32 cell) { got[k] = Wire::look(cell_at(from(peer), cell)); });
+#pragma unroll
+      for (u32 k = 0; k < kMost; k++) {
+        if (wanted >> k & 1u) got[k] = Wire::look(at[k]);
+      }
     }
     return true;
   }

@@ -85,7 +85,7 @@ FC_DEVICE void two_shot(const Params& p) {
     if (!slots2.await(t.index(), shards.peers_with<Wire2>(t.base()))) return;
     for (Batch<Wire2> batch(p, shards, t); batch.more(); batch.next()) {
       Cell got[Batch<Wire2>::kCells];
-      if (!slots2.take_each([&](const auto& f) { batch.each(f); }, got)) return;
+      if (!slots2.template take_each<Batch<Wire2>::kCells>([&](const auto& f) { batch.each(f); }, got)) return;
       batch.each([&](u32 k, u32 peer, u32 cell) { shards.store<Wire2, T>(p.out, peer, cell, Wire2::payload(got[k])); });
     }
   }

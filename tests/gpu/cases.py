@@ -70,8 +70,8 @@ class Captured:
         self.stream = cp.cuda.Stream(non_blocking=True)
         self.inputs = [comm.empty(count, dtype) for _, dtype, count in calls]
         self.outputs = [poisoned(comm, count, dtype) for _, dtype, count in calls]
-        for name, dtype in dict.fromkeys((name, dtype) for name, dtype, _ in calls):
-            comm.prepare("all_reduce", comm.empty(1, dtype), protocol=name)  # loads the kernel
+        for (name, _, _), x, out in zip(calls, self.inputs, self.outputs, strict=True):
+            comm.prepare("all_reduce", x, out, protocol=name)  # loads the kernel
         comm.backend.synchronize()
         with self.stream:
             self.stream.begin_capture()
