@@ -266,6 +266,10 @@ class Listing:
     accesses: tuple[Access, ...]
     waits: tuple[Wait, ...]
     opcodes: Counter[str]
+    before_wait: tuple[Access, ...] = ()
+    """Accesses to global memory that can be reached without passing dependent launch's wait (`griddepcontrol.wait`)."""
+    after_trigger: tuple[Access, ...] = ()
+    """Accesses to global memory that can be reached from its trigger (`griddepcontrol.launch_dependents`)."""
 
     def count(self, **wanted: object) -> int:
         """Accesses with the given attributes: ``count(kind="store", nbytes=16)``."""
@@ -358,7 +362,36 @@ def read_listing(text: str) -> Listing:
     waits = [
         Wait(code[k].address, tuple(a for m, a in accesses.items() if innermost[m] == innermost[k])) for k in clocks
     ]
-    return Listing(tuple(accesses.values()), tuple(waits), Counter(i.opcode for i in code))
+    successors = _successors(code, labels)
+    passed, triggers = _at(code, "ACQBULK"), _at(code, "PREEXIT")
+
+    def reached(start: Iterable[int], but: frozenset[int]) -> tuple[Access, ...]:
+        there = _reachable(successors, start, but)
+        return tuple(a for k, a in accesses.items() if k in there and a.space in ("global", "generic", "other"))
+
+    return Listing(
+        tuple(accesses.values()),
+        tuple(waits),
+        Counter(i.opcode for i in code),
+        before_wait=reached([0], passed),
+        after_trigger=reached([s for k in triggers for s in successors[k]], frozenset()),
+    )
+
+
+def _at(code: list[_Instruction], opcode: str) -> frozenset[int]:
+    return frozenset(k for k, i in enumerate(code) if i.opcode == opcode)
+
+
+def _reachable(successors: list[tuple[int, ...]], start: Iterable[int], but: frozenset[int]) -> set[int]:
+    """The instructions that control can come to from `start` without executing one of `but`."""
+    seen: set[int] = set()
+    todo = list(start)
+    while todo:
+        k = todo.pop()
+        if k not in seen and k not in but:
+            seen.add(k)
+            todo += successors[k]
+    return seen
 
 
 def _strength(suffixes: list[str]) -> str:

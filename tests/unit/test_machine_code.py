@@ -23,7 +23,7 @@ from fcomm.dtypes import BFLOAT16, FLOAT32
 from fcomm.errors import ArgumentError, SetupError
 from fcomm.machine_code import CUPY_ADDS, Cubin, Listing, compile_specialisation, compile_text, disassemble, slot_faults
 from fcomm.protocols import Protocol, protocols
-from fcomm.source import OPTIONS, Specialisation
+from fcomm.source import LAUNCHES, OPTIONS, Specialisation
 
 try:
     machine_code.nvrtc()
@@ -157,6 +157,49 @@ def test_arithmetic_is_that_of_the_contract(name: str) -> None:
     assert not [o for o in opcodes if o.startswith(("FFMA", "HFMA2.", "DFMA"))]
     other = compile_text(spec.name, spec.text(), "sm_90", ("-ftz=false",))
     assert disassemble(other).opcodes == opcodes
+
+
+# ---- dependent launch -----------------------------------------------------------------------------------------------
+
+KERNELS = {p.algorithm.kernel: p for p in reversed(EVERY)}.values()
+"""One protocol for each kernel."""
+
+
+def launch_faults(protocol: Protocol, launch: str, listing: Listing) -> list[str]:
+    """What breaks the rules of dependent launch: wait first; the late trigger behind the last poll and output store."""
+    found = [f"{a} comes before the wait" for a in listing.before_wait]
+    found += [] if listing.opcodes["ACQBULK"] == 1 else ["it does not wait once"]
+    if (listing.opcodes["PREEXIT"] > 0) != (launch != "none"):
+        found.append(f"{listing.opcodes['PREEXIT']} triggers with launch {launch}")
+    if launch == "late" and not protocol.algorithm.own_contract:  # their originals have the trigger elsewhere
+        found += [f"{a} comes behind the trigger" for a in listing.after_trigger if a.strength != "strong.gpu"]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("p", "launch"),
+    [(p, launch) for p in KERNELS for launch in LAUNCHES if launch != "none" or p.name == "one_shot.ll"],
+    ids=lambda v: getattr(v, "name", v),
+)
+def test_dependent_launch_waits_first_and_triggers_last(p: Protocol, launch: str) -> None:
+    spec = Specialisation(p, p.dtypes[0], 4, launch=launch)
+    assert launch_faults(p, launch, disassemble(compile_specialisation(spec, "sm_90"))) == []
+
+
+@pytest.mark.parametrize(
+    ("pattern", "by", "said"),
+    [
+        (r"(\n  )launch_wait\(\);(.*?const Turn<Wire> turn\(p\);)", r"\2\1launch_wait();", "before the wait"),
+        (r"\n  launch_wait\(\);", "", "does not wait"),
+        (r"\n  block_trigger\(\);", "", "0 triggers"),
+        (r"(\n  turn\.rearm\(p, p\.region\[0\]\);)", r"\1 block_trigger();", "behind the trigger"),
+    ],
+)
+def test_a_misplaced_wait_or_trigger_is_found(pattern: str, by: str, said: str) -> None:
+    p = protocols()["one_shot.lamport16"]
+    text = replacing(pattern, by)(Specialisation(p, FLOAT32, 3, launch="late").text())
+    faults = launch_faults(p, "late", disassemble(compile_text("broken", text, "sm_90")))
+    assert any(said in fault for fault in faults), faults
 
 
 # ---- controls: each check must find what it is for ------------------------------------------------------------------
