@@ -6,6 +6,11 @@
 NP ?= 8
 MPIRUN ?= mpirun
 SWEEP_ARGS ?=
+# Launches of `make sweep` into one folder, and the budget of each: the launch is the replicate of every interval.
+LAUNCHES ?= 2
+LAUNCH_BUDGET ?= 30s
+# What is one launch by itself, in a folder of its own or none.
+ALONE := $(filter --dry-run --help -h --resume --resume=% --into --into=% --out --out=%,$(SWEEP_ARGS))
 PYTEST_ARGS ?=
 # The interpreter that .venv is made from: PYTHON if given, else the first of these that is new enough.
 PYTHON ?= python3
@@ -49,9 +54,18 @@ help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/  \1|\2/p' Makefile | while IFS='|' read -r name what; do \
 	    printf '  %-11s %s\n' "$$name" "$$what"; done
 
-sweep: $(READY_RUN) need-python  ## measure all-reduce under mpirun (NP=8 ranks, SWEEP_ARGS='--dry-run' and the like)
+sweep: $(READY_RUN) need-python  ## measure all-reduce under mpirun, twice (NP=8 ranks, SWEEP_ARGS='--dry-run' and the like)
 	@$(CHECK) run --need mpirun
+ifneq ($(ALONE),)
 	$(IN_ENV) $(MPIRUN) -n $(NP) "$(RUN)" -m experiments.sweep $(SWEEP_ARGS)
+else
+	@run="results/$$(date -u +%Y%m%dT%H%M%SZ)-sweep"; launch=1; while [ "$$launch" -le $(LAUNCHES) ]; do \
+	    echo "launch $$launch of $(LAUNCHES) into $$run"; \
+	    $(IN_ENV) $(MPIRUN) -n $(NP) "$(RUN)" -m experiments.sweep --budget $(LAUNCH_BUDGET) $(SWEEP_ARGS) --into "$$run" || exit; \
+	    launch=$$((launch + 1)); \
+	done; \
+	: what is made of the whole run goes here, with "$$run"
+endif
 
 test: $(READY_TEST) need-python  ## run the tests, all but those marked `full` (PYTEST_ARGS='-k ll' and the like)
 	@$(CHECK) test --need mpirun

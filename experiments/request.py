@@ -23,6 +23,9 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
 GPU_LAUNCHES = ("none", "late")
 """Measured unless told; early is an opt-in, as it is for callers."""
 INPUTS = (ARRAY, STAGING)
+SHAPES = ("default", SEARCH := "search")
+SEARCH_FROM_S = 120.0
+"""Budgets from here on have room for a search of launch shapes, on GPUs."""
 DEFAULT_SIZES = "1K..1M"
 DEFAULT_BUDGET = "60s"
 CPU_PROTOCOLS = (
@@ -35,9 +38,11 @@ MOST_CALLS = 1_000_000
 FINISH_S = {"cpu": 6.0, "cuda": 20.0}
 """Kept for records, tables and figures; importing pandas and matplotlib, and drawing, is most of it."""
 CHECKING_SHARE = 0.45
-"""Of the budget: checking may take that much before sizes are dropped for it."""
+"""Of what is left when it begins: checking may take that much before sizes are dropped for it."""
+SEARCH_SHARE = 0.25
+"""Likewise, beside that: the search of launch shapes, where there is one."""
 TIMING_SHARE = 0.85
-"""Of what is left after checking: a machine that others use too is slower than it was when it was asked."""
+"""Of what is left before a turn: a machine that others use too is slower than it was when it was asked."""
 
 
 # ---- what is asked for -----------------------------------------------------------------------------------------------
@@ -65,9 +70,11 @@ class Request:
     """Where pull protocols find their input. Empty: in the staging buffer for `graph`, else in an array."""
     share: float | None = None
     """Percent of the SMs that a rank may use, where ranks share a GPU through MPS."""
+    shapes: str = ""
+    """Launch shapes, of SHAPES. Empty: a search on GPUs where the budget has room for it."""
 
     def resolved(self, backend: str) -> Request:
-        """With what was left open - modes, launch features, calls - as that backend has it by default."""
+        """With what was left open - modes, launch features, calls, shapes - as that backend has it by default."""
         known = measure.modes(backend)
         for mode in self.modes:
             if mode not in known:
@@ -81,6 +88,7 @@ class Request:
             modes=self.modes or (next(iter(known)),),
             launches=self.launches or (("none",) if backend == "cpu" else GPU_LAUNCHES),
             calls=self.calls or most,
+            shapes=self.shapes or SHAPES[backend == "cuda" and self.budget_s >= SEARCH_FROM_S],
             protocols=self.protocols
             or (CPU_PROTOCOLS if backend == "cpu" and self.collectives == ("all_reduce",) else ()),
         )
@@ -138,16 +146,29 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--share", type=float, metavar="PERCENT", help="limit of the SMs of each rank, where ranks share a GPU (none)"
     )
+    p.add_argument(
+        "--shapes",
+        choices=SHAPES,
+        help="launch shapes: default; search: others are tried at a few sizes, and those that gain are measured beside the "
+        f"default (search on GPUs with a budget of {SEARCH_FROM_S:.0f}s or more, else default)",
+    )
     p.add_argument("--backend", choices=("auto", "cpu", "cuda"), help="auto: cuda where there is a GPU (auto)")
     p.add_argument(
         "--calls",
         type=int,
         metavar="INT",
-        help=f"timed calls (graph: replays) of a case at most ({measure.MOST}, on GPUs {measure.MOST_REPLAYS})",
+        help=f"timed calls (graph: replays) of a case at most ({measure.MOST}, on GPUs {measure.MOST_REPLAYS}); the budget "
+        f"allows each {measure.LEAST}, and more to those that are in doubt",
     )
     p.add_argument("--budget", metavar="TIME", help=f"for everything from start to figure: 60s, 10m ({DEFAULT_BUDGET})")
     p.add_argument("--seed", type=int, metavar="INT", help="of the data and of the order of candidates (0)")
     p.add_argument("--out", type=Path, metavar="DIR", help="folder for runs (results)")
+    p.add_argument(
+        "--into",
+        type=Path,
+        metavar="RUN",
+        help="folder of the run itself: a new one, or a complete run whose cases are measured again, as another launch",
+    )
     p.add_argument("--resume", type=Path, metavar="RUN", help="finish an interrupted run, as it was asked for")
     p.add_argument("--dry-run", action="store_true", help="list the cases and the expected time; run nothing")
     return p
@@ -271,6 +292,7 @@ def build_request(args: argparse.Namespace, started: int) -> Request:
         launches=_list("--launch", args.launch, LAUNCHES),
         inputs=_list("--inputs", args.inputs, INPUTS),
         share=args.share,
+        shapes=args.shapes or "",
     )
 
 
@@ -357,16 +379,20 @@ def dry_run(request: Request) -> str:
                         for c in cases
                     ]
     checking = sum(cost for cost, _ in calls.values()) * (measure.CHECKED_CALLS + 2)
-    available = (request.budget_s - START_S - FINISH_S[backend] - checking) * TIMING_SHARE
-    visit_s = measure.VISIT_S if backend == "cpu" else measure.VISIT_CUDA_S
-    plan = measure.plan_iterations(costs, available, visit_s, request.calls)
-    timing = sum(measure.point_seconds(costs[p][0], k, costs[p][1], visit_s) for p, k in plan.items() if k)
-    dropped = sum(costs[p][1] for p, k in plan.items() if not k)
-    total = min(START_S + FINISH_S[backend] + checking + timing, request.budget_s)
+    available_s = (request.budget_s - START_S - FINISH_S[backend] - checking) * TIMING_SHARE
+    least, visit_s = min(measure.LEAST, request.calls), measure.VISIT_S[backend]
+    turn_s = {
+        point: cost * (least + measure.ROUNDS * measure.WARMUP) + count * measure.ROUNDS * visit_s
+        for point, (cost, count) in costs.items()
+    }
+    fitting = measure.fitting(sorted(turn_s.items(), key=lambda item: item[1]), available_s)
+    dropped = sum(count for point, (_, count) in costs.items() if point not in fitting)
+    total = min(START_S + FINISH_S[backend] + checking + sum(turn_s[point] for point in fitting), request.budget_s)
     note = f"; {dropped} would not fit" if dropped else ""
+    searched = ", and the launch shapes that a search finds" if request.shapes == SEARCH else ""
     end = (
-        f"{len(lines)} cases on the {backend} backend; expected time about {total:.0f} s, at most the budget of "
-        f"{request.budget_s:.0f} s{note}"
+        f"{len(lines)} cases on the {backend} backend{searched}; expected time about {total:.0f} s for {least} calls of each, "
+        f"then the budget of {request.budget_s:.0f} s is spent where most is in doubt{note}"
     )
     return "\n".join(
         [

@@ -1,8 +1,10 @@
 """The sweep: ``mpirun -n 8 python -m experiments.sweep`` measures collectives over sizes, rank counts and protocols.
 
 Rank counts below the number of ranks started are sub-communicators; the other ranks sleep meanwhile. For each rank count,
-first every candidate's results are compared with the reference, then iteration counts are fixed so that the whole sweep
-keeps to its budget, then the candidates are timed in rounds, each in a random order. On GPUs each case that is timed in a
+launch shapes are searched if that was asked for (see `experiments.search`), and every candidate's results are compared with
+the reference. Then come turns: the first gives each case a few calls, point by point; each further one gives as many calls
+again to the cases that are most in doubt (`measure.in_doubt`), while the budget lasts. The calls of a turn are fixed on rank
+0 before it begins; within a point they are taken in rounds, each in a random order. On GPUs each case that is timed in a
 graph has a floor beside it: a kernel of the same grid and launch feature that communicates nothing.
 """
 
@@ -15,7 +17,7 @@ import socket
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -24,11 +26,14 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 from mpi4py import MPI
+from numpy.typing import NDArray
 
-from experiments import mps
+from experiments import mps, search
 from experiments.request import (
     CHECKING_SHARE,
     FINISH_S,
+    SEARCH,
+    SEARCH_SHARE,
     TIMING_SHARE,
     Request,
     build_request,
@@ -89,7 +94,7 @@ class _Buffers:
         in_place = case.input != measure.ARRAY
         form = case.form(comm.gpu)
         own = form is not None and form.algorithm.in_place_staging
-        key = (case.point, case.input, (case.dependent_launch, own) if in_place else None)
+        key = (case.point, case.input, (comm, own) if in_place else None)
         if key not in self._kept:
             x, out = self._kept[key] = measure.arrays(comm, case)
             if self._seed:
@@ -98,7 +103,53 @@ class _Buffers:
         return self._kept[key]
 
 
+class Communicators:
+    """The communicators of one rank count: one for each launch feature, and one more wherever one cannot serve.
+
+    A baseline whose kernel counts by the block keeps to one grid on a communicator, so each grid of its own has another.
+    """
+
+    def __init__(self, make: Callable[[str], Communicator]) -> None:
+        self._make = make
+        self._made: dict[tuple[str, int | None], Communicator] = {}
+
+    def launch(self, name: str) -> Communicator:
+        """The one with a launch feature. Collective where it is made."""
+        return self._get(name, None)
+
+    def of(self, case: Case) -> Communicator:
+        """The one that runs the case. Collective where it is made, and by all ranks in the same order."""
+        blocks = None if case.shape is None else search.fixed_blocks(case, self.first.gpu)
+        return self._get(case.dependent_launch, blocks)
+
+    def _get(self, launch: str, blocks: int | None) -> Communicator:
+        if (launch, blocks) not in self._made:
+            self._made[launch, blocks] = self._make(launch)
+        return self._made[launch, blocks]
+
+    def drop(self, launch: str) -> None:
+        """Leaves out a launch feature that turned out not to be there."""
+        del self._made[launch, None]
+
+    @property
+    def launches(self) -> list[str]:
+        return [launch for launch, blocks in self._made if blocks is None]
+
+    @property
+    def first(self) -> Communicator:
+        return next(iter(self._made.values()))
+
+    @property
+    def mpi(self) -> MPI.Intracomm:
+        return self.first.mpi
+
+    def every(self) -> list[Communicator]:
+        return list(self._made.values())
+
+
 Advance = Callable[[int, str], None]
+Keep = Callable[[int, NDArray[np.int64]], None]
+"""Takes the times of a visit on rank 0: the case's number, nanoseconds of shape (iterations, ranks)."""
 
 # ---- the sweep -------------------------------------------------------------------------------------------------------
 
@@ -126,6 +177,8 @@ class Place:
 
     gpu: GpuShare | None = None
     l2_gbps: float | None = None
+    setup_s: float = 0.0
+    """What it took to make its communicators."""
     no_launch: dict[str, str] = field(default_factory=dict)
     """Launch features that are not there, each with the reason."""
 
@@ -147,6 +200,11 @@ class Sweep:
         self.launch = 0
         self.owed: dict[int, int] = {}
         self.write_error: RecordError | None = None
+        self.pace = measure.Pace(0.0)
+        self.times_us: dict[int, list[NDArray[np.float64]]] = {}
+        """On rank 0: the slowest rank's time of each call of this launch so far, by case number."""
+        self.void: set[int] = set()
+        """On rank 0: cases that turned out wrong or failed while they were timed."""
         self.facts: dict[str, Any] = {}
         self.subs = {n: _first(world, n) for n in request.ranks}
         self.places = {n: Place() for n in request.ranks}
@@ -170,11 +228,11 @@ class Sweep:
         with Communicator(self.world, backend=r.backend, max_bytes=4096, dependent_launch="none") as comm:
             self.facts = provenance.collect(comm)
             self.request = r.resolved(self.facts["backend"])
-            if self.cuda:
-                self._compile_ahead(comm)
+            self.pace = measure.Pace(measure.VISIT_S[self.facts["backend"]])
+            self._compile_ahead(comm)
 
     def _compile_ahead(self, comm: Communicator) -> None:
-        """Each rank compiles a part of the kernels; CuPy keeps them on disk, where the other ranks will find them.
+        """Each rank compiles a part of the kernels; they are kept on disk, where the other ranks will find them.
 
         What cannot be compiled is left for the check of its protocol, which names it.
         """
@@ -182,14 +240,13 @@ class Sweep:
         mine = jobs[comm.rank :: comm.world_size]
         with self._progress(len(mine), "kernel") as advance:
             for job in mine:
-                with suppress(FcommError):
-                    job()
+                if self.left_s() > 0:
+                    with suppress(FcommError):
+                        job()
                 advance(1, f"compiling, {comm.world_size} ranks")
         measure.rest(self.world)
 
     def _kernels(self, comm: Communicator) -> list[Callable[[], object]]:
-        from fcomm import measure_cuda
-
         r, backend = self.request, cast(Any, comm.backend)
         specs: dict[str, Specialisation] = {}
         floors: dict[tuple[int, bool, str], None] = {}
@@ -208,6 +265,10 @@ class Sweep:
                                 spec = Specialisation(form, element, n, aligned, case.dependent_launch)
                                 specs[spec.name] = spec
         jobs: list[Callable[[], object]] = [partial(backend.kernel, spec) for spec in specs.values()]
+        if not self.cuda:
+            return jobs
+        from fcomm import measure_cuda
+
         jobs += [partial(backend.compile, "meet", measure_cuda.meet_text(n)) for n in r.ranks]
         for n, aligned, launch in floors:
             for threads in (32, 1024):
@@ -215,15 +276,13 @@ class Sweep:
         return jobs
 
     @contextmanager
-    def _communicators(self, n: int) -> Iterator[dict[str, Communicator]]:
-        """A communicator for each launch feature that is there."""
+    def _communicators(self, n: int) -> Iterator[Communicators]:
+        """A communicator for each launch feature that is there, and more as they are asked for."""
+        options: dict[str, Any] = {"timeout_s": HANG_S} if self.cuda and "FCOMM_TIMEOUT_S" not in os.environ else {}
         with ExitStack() as stack:
-            comms: dict[str, Communicator] = {}
-            for launch in self.request.launches:
-                options: dict[str, Any] = (
-                    {"timeout_s": HANG_S} if self.cuda and "FCOMM_TIMEOUT_S" not in os.environ else {}
-                )
-                comm = stack.enter_context(
+
+            def make(launch: str) -> Communicator:
+                return stack.enter_context(
                     Communicator(
                         self.subs[n],
                         backend=self.facts["backend"],
@@ -232,42 +291,50 @@ class Sweep:
                         **options,
                     )
                 )
-                if comm.dependent_launch == launch:
-                    comms[launch] = comm
-                else:
+
+            comms = Communicators(make)
+            for launch in self.request.launches:
+                comm = comms.launch(launch)
+                if comm.dependent_launch != launch:
                     self.places[n].no_launch[launch] = str(comm.no_dependent_launch)
-            if not comms:
+                    comms.drop(launch)
+            if not comms.launches:
                 why = "; ".join(self.places[n].no_launch.values())
                 raise ArgumentError(f"--launch {','.join(self.request.launches)} is not to be had here: {why}")
-            first = next(iter(comms.values()))
-            self.places[n].gpu = first.gpu
+            self.places[n].gpu = comms.first.gpu
             yield comms
             if self.cuda:
                 from fcomm import measure_cuda
 
-                for comm in comms.values():
+                for comm in comms.every():
                     measure_cuda.close(comm)
 
     # ---- records ----
 
-    def open_records(self, out: Path, resume: Path | None) -> dict[int, Case] | None:
+    def open_records(self, out: Path, resume: Path | None, into: Path | None) -> dict[int, Case] | None:
         """Starts or continues a run. Returns the cases to run by number, or None for all that were asked for.
 
-        What an interrupted run still owes is kept in `owed`, as timed calls by case number.
+        resume : a run to finish; what it still owes is kept in `owed`, as timed calls by case number. into : the folder of a
+        new run, or of a complete one whose cases are measured once more, as another launch.
         """
 
-        def create() -> tuple[int, dict[int, int], dict[int, Case] | None]:
+        def create(path: Path | None = None) -> tuple[int, dict[int, int], dict[int, Case] | None]:
             self.recorder = records.Recorder.create(
-                out, socket.gethostname(), self.facts["backend"], asdict(self.request), self._expected_bytes()
+                out, socket.gethostname(), self.facts["backend"], asdict(self.request), self._expected_bytes(), path
             )
             return self.recorder.begin(self.facts), {}, None
 
-        def reopen(path: Path) -> tuple[int, dict[int, int], dict[int, Case] | None]:
+        def reopen(path: Path, verb: str) -> records.Run:
             self.recorder = records.Recorder.reopen(path)
             run = records.load(path)
             why = next(filter(None, (provenance.mismatch(p, self.facts) for p in run.launches)), None)
             if why is not None:
-                raise RecordError(f"{path} cannot be resumed here: {why}; start a new run")
+                raise RecordError(f"{path} cannot be {verb} here: {why}; start a new run")
+            return run
+
+        def finish(path: Path) -> tuple[int, dict[int, int], dict[int, Case] | None]:
+            run = reopen(path, "resumed")
+            assert self.recorder is not None
             if not run.launches:  # it ended before it had a plan
                 return self.recorder.begin(self.facts), {}, None
             if not run.owed:  # it ended between its last call and its seal, or is complete
@@ -276,24 +343,47 @@ class Sweep:
             launch = self.recorder.begin(self.facts, resumes=True)
             return launch, run.owed, {number: every[number] for number in run.owed}
 
-        self.launch, self.owed, only = on_root(self.world, create if resume is None else lambda: reopen(resume))
+        def repeat(path: Path) -> tuple[int, dict[int, int], dict[int, Case] | None]:
+            run = reopen(path, "measured again")
+            assert self.recorder is not None
+            if run.summary is not None:
+                raise RecordError(f"{path} is a slim copy, and takes no more launches: name the run itself")
+            if not run.complete:
+                raise RecordError(f"{path} is not complete: finish it with --resume {path} before it is measured again")
+            again = run.cases["status"].isin(["measured", "dropped"])
+            if not again.any():
+                raise RecordError(f"{path} has no case that could be measured again")
+            numbers = set(run.cases.loc[again, "case"])
+            return self.recorder.begin(self.facts), {}, {k: c for k, c in _cases_by_number(run).items() if k in numbers}
+
+        def step() -> tuple[int, dict[int, int], dict[int, Case] | None]:
+            if resume is not None:
+                return finish(resume)
+            return create(into) if into is None or not into.exists() else repeat(into)
+
+        self.launch, self.owed, only = on_root(self.world, step)
         return only
 
     def _expected_bytes(self) -> int:
         r = self.request
         points = len(r.sizes) * len(r.dtypes) * len(r.modes) * len(r.launches) * max(len(r.protocols), len(protocols()))
-        # 19 bytes a row in the stream, as many again at most in Parquet; a figure and tables.
-        return 4 << 20 | points * sum(r.ranks) * r.calls * 2 * 19
+        # 19 bytes a row in the stream, as many again at most in Parquet; a figure and tables. Few cases are in doubt for long.
+        calls = min(r.calls, 4 * measure.LEAST)
+        return 4 << 20 | points * sum(r.ranks) * calls * 2 * 19
 
     # ---- checking ----
 
     def survey(self, only: dict[int, Case] | None) -> list[Surveyed]:
-        """Checks every case; known to all ranks. only : the cases of a resumed run, by number."""
+        """Checks every case; known to all ranks. only : the cases of a run that is continued, by number."""
         found: list[Surveyed] = []
+        searching = self.request.shapes == SEARCH and only is None
+        start_s, share = self.elapsed_s(), CHECKING_SHARE + (SEARCH_SHARE if searching else 0.0)
+        allowed_s = max(self.left_s(), 0.0) * share
         for k, n in enumerate(self.request.ranks):
-            share = CHECKING_SHARE * self.request.budget_s * (k + 1) / len(self.request.ranks)
-            deadline_s = float("inf") if only is not None else share
-            found += in_turn(self.world, n, partial(self._survey_ranks, n, deadline_s, only)) or []
+            deadline_s = start_s + allowed_s * (k + 1) / len(self.request.ranks)
+            if self.owed:  # an interrupted run is finished, however long that takes
+                deadline_s = float("inf")
+            found += in_turn(self.world, n, partial(self._survey_ranks, n, deadline_s, searching, only)) or []
         if only is None:
             found += _floors(found)
         else:
@@ -306,54 +396,142 @@ class Sweep:
                 s.number = numbers[s.case]
         return self.world.bcast(found)
 
-    def _survey_ranks(self, n: int, deadline_s: float, only: dict[int, Case] | None) -> list[Surveyed]:
+    def _survey_ranks(self, n: int, deadline_s: float, searching: bool, only: dict[int, Case] | None) -> list[Surveyed]:
         r = self.request
-        wanted = None if only is None else set(only.values())
-        found = []
+        found: list[Surveyed] = []
         points = [(c, d) for c in r.collectives for d in r.dtypes]
-        with self._communicators(n) as comms, self._progress(len(points) * len(r.sizes), "point") as advance:
-            first = next(iter(comms.values()))
+        opened = time.monotonic()
+        with self._communicators(n) as comms:
+            self.places[n].setup_s = time.monotonic() - opened
+            first = comms.first
             if self.cuda:
                 from fcomm import measure_cuda
 
                 self.places[n].l2_gbps = measure_cuda.l2_gbps(first)
-            for collective, dtype in points:
-                per_byte_s = 0.0
-                for nbytes in r.sizes:
-                    point = candidates(r, collective, dtype, nbytes, n, first.capabilities, first.gpu, list(comms))
-                    if wanted is not None:
-                        point = {case: None for case in point if case in wanted}
-                    found += [Surveyed(case, status="refused", reason=why) for case, why in point.items() if why]
-                    run = [case for case, why in point.items() if why is None]
-                    # Sizes ascend: what the last one took, by its bytes, is what this one takes at most.
-                    start = self.elapsed_s()
-                    if run and first.mpi.bcast(start + per_byte_s * nbytes < deadline_s):
-                        found += self._survey_point(comms, run)
-                        per_byte_s = (self.elapsed_s() - start) / nbytes
-                    else:
-                        late = "the budget ended before its results could be checked"
-                        found += [Surveyed(case, status="dropped", reason=late) for case in run]
-                    advance(1, f"checking, {n} ranks")
+            shapes = search.Shapes()
+            if searching and n > 1:
+                shapes, bad = self._search(n, comms)
+                found += bad
+            with self._progress(len(points) * len(r.sizes), "point") as advance:
+                for collective, dtype in points:
+                    per_byte_s = 0.0
+                    for nbytes in r.sizes:
+                        point = self._candidates(comms, collective, dtype, nbytes, n)
+                        if only is not None:  # with the shapes that they had
+                            wanted = (c for c in only.values() if c.protocol != FLOOR)
+                            point = {c: None for c in wanted if c.point == (collective, dtype, nbytes, n)}
+                        found += [Surveyed(case, status="refused", reason=why) for case, why in point.items() if why]
+                        run = [case for case, why in point.items() if why is None]
+                        # Sizes ascend: what the last one took, by its bytes, is what this one takes at most.
+                        start = self.elapsed_s()
+                        if run and first.mpi.bcast(start + per_byte_s * nbytes < deadline_s):
+                            default = self._survey_point(comms, run)
+                            found += default + self._survey_tuned(comms, shapes, default)
+                            per_byte_s = (self.elapsed_s() - start) / nbytes
+                        else:
+                            late = "the budget ended before its results could be checked"
+                            found += [Surveyed(case, status="dropped", reason=late) for case in run]
+                        advance(1, f"checking, {n} ranks")
         return found
 
-    def _survey_point(self, comms: Mapping[str, Communicator], cases: list[Case]) -> list[Surveyed]:
-        first, mpi = cases[0], next(iter(comms.values())).mpi
+    def _candidates(
+        self, comms: Communicators, collective: str, dtype: str, nbytes: int, n: int
+    ) -> dict[Case, str | None]:
+        first = comms.first
+        return candidates(self.request, collective, dtype, nbytes, n, first.capabilities, first.gpu, comms.launches)
+
+    def _survey_tuned(self, comms: Communicators, shapes: search.Shapes, default: Sequence[Surveyed]) -> list[Surveyed]:
+        """Checks the cases of a point with the launch shapes that were found for them, where these are others at all."""
+        gpu, mpi = comms.first.gpu, comms.mpi
+        grids: list[tuple[int, int]] = mpi.bcast([(s.blocks, s.threads) for s in default])
+        tuned: dict[Case, tuple[int, int]] = {}
+        for s, grid in zip(default, grids, strict=True):
+            case = (
+                shapes.tuned(s.case, grid, gpu) if s.status == "measured" and s.case.shape is None and grid[0] else None
+            )
+            if case is not None:
+                tuned[case] = grid
+        checked = self._survey_point(comms, list(tuned))
+        launched: list[tuple[int, int]] = mpi.bcast([(s.blocks, s.threads) for s in checked])
+        # What was found at another size may ask for more than there is here, or be clamped to the default grid.
+        return [s for s, grid in zip(checked, launched, strict=True) if s.checked_calls and grid != tuned[s.case]]
+
+    def _search(self, n: int, comms: Communicators) -> tuple[search.Shapes, list[Surveyed]]:
+        """Tries launch shapes at a few sizes, for one dtype, mode and input, as far as the search's share of the budget reaches.
+
+        Returns what was found, and the shapes with which results were wrong or a call hung: these go on record.
+        """
+        r, mpi = self.request, comms.mpi
+        shapes, bad = search.Shapes(), []
+        sizes = [(nbytes, collective) for nbytes in search.anchors(r.sizes) for collective in r.collectives]
+        # Of what was left when the first rank count began: what is left now, and what those before have had.
+        start, behind = self.elapsed_s(), r.ranks.index(n)
+        allowed_s = self.left_s() * SEARCH_SHARE / (len(r.ranks) - behind * (CHECKING_SHARE + SEARCH_SHARE))
+        with self._progress(len(sizes), "point") as advance:
+            for done, (nbytes, collective) in enumerate(sizes):
+                spent_s = self.elapsed_s() - start
+                if mpi.bcast(spent_s * (done + 1) / max(done, 1) > allowed_s):
+                    break
+                cases: dict[search.Key, Case] = {}
+                for case, why in self._candidates(comms, collective, r.dtypes[0], nbytes, n).items():
+                    if why is None and case.mode == r.modes[0]:
+                        cases.setdefault(search.key_of(case), case)
+                bad += self._search_point(comms, list(cases.values()), shapes)
+                advance(1, f"searching launch shapes, {n} ranks")
+        return shapes, bad
+
+    def _search_point(self, comms: Communicators, cases: list[Case], shapes: search.Shapes) -> list[Surveyed]:
+        mpi, gpu = comms.mpi, comms.first.gpu
+        default = [s for s in self._survey_point(comms, cases) if s.status == "measured"]
+        grids: list[tuple[int, int]] = mpi.bcast([(s.blocks, s.threads) for s in default])
+        tried = {s.case: search.trials(s.case, grid, gpu) for s, grid in zip(default, grids, strict=True)}
+        every = self._survey_point(comms, [case for of_it in tried.values() for case in of_it])
+        surveyed = {s.case: s for s in every}
+        for s in default:
+            # Where blocks were clamped to what is resident, several shapes are one.
+            alike: dict[tuple[int, int], Surveyed] = {}
+            for one in (s, *(surveyed[case] for case in tried[s.case])):
+                if one.status == "measured":
+                    alike.setdefault((one.blocks, one.threads), one)
+            compared: list[Surveyed] = mpi.bcast(list(alike.values()))
+            times_us = self._try(comms, compared) if len(compared) > 1 else {}
+            changes = {s.case: search.Change(), **tried[s.case]}
+            if s.case in times_us:
+                shapes.learn(s.case, {changes[case]: us for case, us in times_us.items()})
+        # Not those that could not be made ready: they ask for more than there is.
+        return [s for s in every if s.status in ("wrong", "failed") and s.checked_calls]
+
+    def _try(self, comms: Communicators, alike: list[Surveyed]) -> dict[Case, float]:
+        """Median time of each shape of a case in microseconds; without those that failed. Collective."""
+        times_us: dict[int, list[NDArray[np.float64]]] = {}
+        for number, s in enumerate(alike):
+            s.number = number
+
+        def keep(number: int, nanoseconds: NDArray[np.int64]) -> None:
+            times_us.setdefault(number, []).append(nanoseconds.max(axis=1) / 1e3)
+
+        calls = dict.fromkeys(range(len(alike)), min(search.CALLS, self.request.calls))
+        facts: dict[int, dict[str, Any]] = {}
+        self._rounds(comms, alike, calls, search.ROUNDS, float("inf"), keep, facts, lambda calls, where: None)
+        for number, of_it in facts.items():
+            if "status" in of_it:
+                times_us.pop(number, None)
+        return comms.mpi.bcast({alike[k].case: float(np.median(np.concatenate(us))) for k, us in times_us.items()})
+
+    def _survey_point(self, comms: Communicators, cases: list[Case]) -> list[Surveyed]:
+        if not cases:
+            return []
+        first, mpi = cases[0], comms.mpi
         # On GPUs results are those of the call and not of the way to time it; elsewhere each way makes calls of its own.
         known = measure.modes(self.facts["backend"])
         checked = {case: replace(case, mode="prepared") if self.cuda else case for case in cases}
         surveyed = {case: Surveyed(case) for case in dict.fromkeys(checked.values())}
         buffers = _Buffers()
-        bound, failed = measure.bind_all(
-            mpi,
-            [
-                (comms[case.dependent_launch], case, *buffers.of(comms[case.dependent_launch], case))
-                for case in surveyed
-            ],
-        )
+        wanted = [(comms.of(case), case) for case in surveyed]
+        bound, failed = measure.bind_all(mpi, [(comm, case, *buffers.of(comm, case)) for comm, case in wanted])
         seed = (self.request.seed, self.launch, first.ranks)
         forms = [b.case.form(b.comm.gpu) for b in bound] or [None]
-        some = next(iter(comms.values()))
-        data = [measure.Dataset(some, (*seed, k), first, forms) for k in range(measure.DATASETS)]
+        data = [measure.Dataset(comms.first, (*seed, k), first, forms) for k in range(measure.DATASETS)]
         wrong, more = measure.verify(mpi, bound, data)
         failed |= more
         seconds, more = measure.call_seconds(mpi, [b for b in bound if b.case not in failed and not wrong[b.case]])
@@ -378,47 +556,57 @@ class Sweep:
     # ---- planning ----
 
     def plan(self, surveyed: list[Surveyed]) -> list[Surveyed]:
-        """Fixes every case's calls, on rank 0 for all, and records them."""
+        """Fixes the calls that every case is to have at least, on rank 0 for all, and records them."""
 
         def step() -> list[Surveyed]:
             assert self.recorder is not None
             runnable = [s for s in surveyed if s.status == "measured"]
-            if self.owed:
-                for s in runnable:
-                    s.planned = self.owed[s.number]
-            else:
-                self._spend_budget(runnable)
-                if surveyed and not any(s.planned or s.status in ("wrong", "failed", "refused") for s in surveyed):
-                    self.recorder.discard()
-                    kept = FINISH_S[self.facts["backend"]]
-                    raise ArgumentError(
-                        f"--budget {self.request.budget_s:.0f}s is too short for a single case: starting and checking took "
-                        f"{self.elapsed_s():.0f} s, and {kept:.0f} s are kept for records and figure"
-                    )
+            for s in runnable:
+                s.planned = self.owed[s.number] if self.owed else min(measure.LEAST, self.request.calls)
+            told = any(s.status in ("wrong", "failed", "refused") for s in surveyed)
+            if surveyed and not told and not self.owed and not self._first_turn(runnable):
+                self.recorder.discard()
+                kept = FINISH_S[self.facts["backend"]]
+                raise ArgumentError(
+                    f"--budget {self.request.budget_s:.0f}s is too short for a single case: starting and checking took "
+                    f"{self.elapsed_s():.0f} s, and {kept:.0f} s are kept for records and figure"
+                )
             self.recorder.plan([self._row(s) for s in surveyed])
             return surveyed
 
         return on_root(self.world, step)
 
-    @property
-    def visit_s(self) -> float:
-        return measure.VISIT_CUDA_S if self.cuda else measure.VISIT_S
+    def _first_turn(self, untimed: Sequence[Surveyed]) -> dict[int, int]:
+        """Calls of the cases that have none yet: small messages first, a point whole, since half its candidates compare nothing."""
+        points = _points(untimed).values()
+        kept = self._within(
+            [(of_it, self._expected_s({s.number: s.planned for s in of_it}, of_it)) for of_it in points]
+        )
+        return {s.number: s.planned for of_it in kept for s in of_it}
 
-    def _spend_budget(self, runnable: list[Surveyed]) -> None:
-        points: dict[Any, list[Surveyed]] = {}
-        for s in runnable:
-            points.setdefault(s.case.point, []).append(s)
-        costs = {p: (sum(s.cost_s for s in of_it), len(of_it)) for p, of_it in points.items()}
-        available_s = self.left_s() * TIMING_SHARE
-        plan = measure.plan_iterations(costs, available_s, self.visit_s, most=self.request.calls)
-        for p, of_it in points.items():
-            for s in of_it:
-                s.planned = plan[p]
-                if not s.planned:
-                    s.status, s.reason = (
-                        "dropped",
-                        f"{min(measure.LEAST, self.request.calls)} calls did not fit into the budget",
-                    )
+    def _next_turn(self, surveyed: Sequence[Surveyed]) -> dict[int, int]:
+        """Calls by case number of the next turn, on rank 0; none when nothing is in doubt or the budget is spent."""
+        runnable = [s for s in surveyed if s.planned and s.number not in self.void]
+        calls = self._first_turn([s for s in runnable if s.number not in self.times_us])
+        if calls:
+            return calls
+        by_case = {s.case: s for s in runnable}
+        times_us = {s.case: np.concatenate(self.times_us[s.number]) for s in runnable if s.number in self.times_us}
+        priced = []
+        for case in measure.in_doubt(times_us):
+            s, had = by_case[case], len(times_us[case])
+            more = min(had, self.request.calls - had)
+            if more > 0:
+                priced.append(((s.number, more), self._expected_s({s.number: more}, [s])))
+        return dict(self._within(priced))
+
+    def _within(self, priced: Sequence[tuple[T, float]]) -> list[T]:
+        opening_s = sum(place.setup_s for place in self.places.values())
+        return measure.fitting(priced, self.left_s() * TIMING_SHARE - opening_s)
+
+    def _expected_s(self, calls: Mapping[int, int], of_point: Sequence[Surveyed]) -> float:
+        wanted = [(s.cost_s, calls[s.number]) for s in of_point]
+        return self.pace.expected_s(of_point[0].case, wanted)
 
     def _row(self, s: Surveyed) -> dict[str, Any]:
         devices, n = self.facts["devices"], s.case.ranks
@@ -448,96 +636,111 @@ class Sweep:
     # ---- timing ----
 
     def time(self, planned: list[Surveyed]) -> None:
-        """Times all cases, rank count by rank count. The budget may end the rounds of a rank count early."""
-        boxed = not self.owed  # a resumed run ends as it was planned, however long that takes
-        groups = {n: [s for s in planned if s.case.ranks == n and s.planned] for n in self.request.ranks}
-        weights = {n: sum(self._weight(s) for s in of_it) for n, of_it in groups.items()}
-        how = self._time_points if self.cuda else self._time_ranks
-        with self._progress(sum(s.planned for s in planned), "call") as advance:
+        """Times the cases in turns. The calls of a turn are fixed on rank 0 before it begins."""
+        if self.owed:  # a resumed run ends as it was planned, however long that takes
+            self._turn(planned, {s.number: s.planned for s in planned if s.planned}, boxed=False)
+            return
+        timed = -1
+        while True:
+
+            def step(before: int = timed) -> tuple[int, dict[int, int]]:
+                calls = sum(len(us) for of_it in self.times_us.values() for us in of_it)
+                return calls, {} if calls == before else self._next_turn(
+                    planned
+                )  # a turn that timed nothing is the last
+
+            timed, calls = on_root(self.world, step)
+            if not calls:
+                break
+            self._turn(planned, calls, boxed=True)
+        if self.root:
+            late = f"{min(measure.LEAST, self.request.calls)} calls did not fit into the budget"
+            untimed = [s for s in planned if s.planned and s.number not in self.times_us and s.number not in self.void]
+            self._amend({s.number: {"status": "dropped", "reason": late} for s in untimed})
+        on_root(self.world, self._raise_write_error)
+
+    def _raise_write_error(self) -> None:
+        if self.write_error is not None:
+            raise self.write_error
+
+    def _turn(self, planned: Sequence[Surveyed], calls: Mapping[int, int], boxed: bool) -> None:
+        """Times the cases that have calls, rank count by rank count, each within its share of the time that is left."""
+        groups = {n: [s for s in planned if s.case.ranks == n and s.number in calls] for n in self.request.ranks}
+        weights = {n: self._expected_s(calls, of_it) if of_it else 0.0 for n, of_it in groups.items()}
+        with self._progress(sum(calls.values()), "call") as advance:
             for k, n in enumerate(self.request.ranks):
                 if not groups[n]:
                     continue
                 ahead = sum(weights[m] for m in self.request.ranks[k:])
                 allowed_s = self.left_s() * weights[n] / max(ahead, 1e-9) if boxed else float("inf")
-                in_turn(self.world, n, partial(how, n, groups[n], allowed_s, advance))
+                in_turn(self.world, n, partial(self._time_ranks, n, groups[n], calls, allowed_s, advance))
+                on_root(self.world, self._raise_write_error)
 
-    def _weight(self, s: Surveyed) -> float:
-        return measure.point_seconds(s.cost_s, s.planned, 1, self.visit_s)
-
-    def _time_ranks(self, n: int, group: list[Surveyed], allowed_s: float, advance: Advance) -> None:
-        """All cases in rounds: where a case costs little to make ready, drift falls on all sizes alike."""
-        start = time.perf_counter()
-        with self._communicators(n) as comms:
-            mpi = next(iter(comms.values())).mpi
-            known = measure.modes(self.facts["backend"])
-            buffers = _Buffers(self.request.seed, self.launch)
-            bound = {}
-            for s in group:
-                comm = comms[s.case.dependent_launch]
-                bound[s.case] = known[s.case.mode].bind(comm, s.case, *buffers.of(comm, s.case))
-            schedule = {s.number: measure.visits(s.planned) for s in group}
-            rng = np.random.default_rng([self.request.seed, self.launch, n])  # the same order on all ranks
-            for k in range(measure.ROUNDS):
-                for i in rng.permutation(len(group)):
-                    s = group[i]
-                    self._visit(comms[s.case.dependent_launch], s, bound[s.case], schedule[s.number][k], advance)
-                # Rounds end for all candidates and ranks alike; calls within a round were fixed before the first.
-                spent = time.perf_counter() - start
-                late = spent * (k + 2) / (k + 1) > allowed_s
-                error, late = mpi.bcast((self.write_error, late))
-                if error is not None:
-                    raise error
-                if late:
-                    break
-
-    def _time_points(self, n: int, group: list[Surveyed], allowed_s: float, advance: Advance) -> None:
-        """Point by point, each in rounds: graphs and their data are made ready for one point at a time.
+    def _time_ranks(
+        self, n: int, group: list[Surveyed], calls: Mapping[int, int], allowed_s: float, advance: Advance
+    ) -> None:
+        """Point by point, small messages first: graphs and their data are made ready for one point at a time.
 
         A candidate that fails is named in the records and left out; the others go on. Where the GPU itself failed, all that
         is left of this rank count is.
         """
-        points: dict[Any, list[Surveyed]] = {}
-        for s in group:
-            points.setdefault(s.case.point, []).append(s)
         start = time.perf_counter()
-        todo = dict(points)
+        todo = _points(group)
+        facts: dict[int, dict[str, Any]] = {}
         try:
             with self._communicators(n) as comms:
-                mpi = next(iter(comms.values())).mpi
-                for key, of_point in points.items():
-                    spent, ahead = time.perf_counter() - start, sum(self._weight(s) for p in todo.values() for s in p)
-                    share = sum(self._weight(s) for s in of_point) / max(ahead, 1e-9)
-                    error, point_s = mpi.bcast((self.write_error, (allowed_s - spent) * share))
+                self.places[n].setup_s = time.perf_counter() - start
+                for key, of_point in list(todo.items()):
+                    left_s = allowed_s - (time.perf_counter() - start)
+                    fits = self._expected_s(calls, of_point) <= left_s
+                    error, fits, left_s = comms.mpi.bcast((self.write_error, fits, left_s))
                     if error is not None:
                         raise error
-                    if point_s > 0:
-                        self._time_point(comms, of_point, point_s, advance)
-                    else:
-                        why = "the budget ended before it was timed"
-                        self._amend({s.number: {"status": "dropped", "reason": why} for s in of_point})
+                    if fits:
+                        began = time.perf_counter()
+                        self._rounds(comms, of_point, calls, measure.ROUNDS, left_s, self._keep, facts, advance)
+                        if any("status" in of_it for of_it in facts.values()):  # what voids times is written at once
+                            self._amend(facts)
+                            facts.clear()
+                        wanted = [(s.cost_s, calls[s.number]) for s in of_point]
+                        self.pace.learn(of_point[0].case, wanted, time.perf_counter() - began)
                     del todo[key]
         except RecordError:
             raise
         except FcommError as error:  # of the GPU, or of communicators that it has no more room for: all ranks have it
-            why = f"not timed: {error}"
-            self._amend({s.number: {"status": "failed", "reason": why} for of_it in todo.values() for s in of_it})
+            why = {"status": "failed", "reason": f"not timed: {error}"}
+            left = [s.number for of_it in todo.values() for s in of_it if s.number not in self.times_us]
+            self._amend({**dict.fromkeys(left, why), **facts})
+        else:
+            self._amend(facts)
 
-    def _time_point(
-        self, comms: Mapping[str, Communicator], of_point: list[Surveyed], allowed_s: float, advance: Advance
+    def _rounds(
+        self,
+        comms: Communicators,
+        of_point: Sequence[Surveyed],
+        calls: Mapping[int, int],
+        rounds: int,
+        allowed_s: float,
+        keep: Keep,
+        facts: dict[int, dict[str, Any]],
+        advance: Advance,
     ) -> None:
+        """Times candidates of one point in rounds, each in a random order. Collective.
+
+        facts : takes what shows meanwhile, by case number, as columns of `records.CASES`; of those that fail, why.
+        """
         start = time.perf_counter()
-        mpi = next(iter(comms.values())).mpi
-        known, buffers = measure.modes("cuda"), _Buffers(self.request.seed, self.launch)
-        bound: dict[int, Any] = {}
-        facts: dict[int, dict[str, Any]] = {}
+        mpi, known = comms.mpi, measure.modes(self.facts["backend"])
+        buffers = _Buffers(self.request.seed, self.launch)
+        bound: dict[int, tuple[Communicator, measure.Launch]] = {}
         skews: dict[int, list[float]] = {}
 
-        def attempt(s: Surveyed, step: Callable[[], Any]) -> Any:
+        def attempt(s: Surveyed, step: Callable[[], T]) -> T | None:
             """A step that fails on all ranks alike or on none; None where it did."""
             try:
                 return step()
             except DeviceError:
-                self._amend({s.number: {"status": "failed", "reason": "the GPU failed while this was timed"}})
+                facts[s.number] = {"status": "failed", "reason": "the GPU failed while this was timed"}
                 raise
             except RecordError:
                 raise
@@ -546,62 +749,65 @@ class Sweep:
             except FcommError as error:
                 facts[s.number] = {"status": "failed", "reason": str(error)}
             bound.pop(s.number, None)
-            for comm in comms.values():
+            for comm in comms.every():
                 measure.recover(comm)
             return None
 
         for s in of_point:
-            comm = comms[s.case.dependent_launch]
-            mode, arrays = known[s.case.mode], buffers.of(comm, s.case)
-            made = attempt(s, partial(mode.bind, comm, s.case, *arrays))
+            comm = comms.of(s.case)
+            made = attempt(s, partial(known[s.case.mode].bind, comm, s.case, *buffers.of(comm, s.case)))
             if made is not None:
-                bound[s.number] = made
-                facts[s.number] = dict(made.facts)
-        schedule = {s.number: measure.visits(s.planned) for s in of_point}
+                bound[s.number] = comm, made
+                facts[s.number] = dict(getattr(made, "facts", {}))
+        schedule = {s.number: measure.visits(calls[s.number], rounds) for s in of_point}
         rng = np.random.default_rng([self.request.seed, self.launch, *map(ord, str(of_point[0].case.point))])
-        for k in range(measure.ROUNDS):
+        for k in range(rounds):
             for i in rng.permutation(len(of_point)):
                 s = of_point[i]
-                if s.number not in bound:
+                timed = schedule[s.number][k]
+                if s.number not in bound or not timed:
                     continue
-                made, calls = bound[s.number], schedule[s.number][k]
-                comm = comms[s.case.dependent_launch]
-                attempt(s, partial(self._visit, comm, s, made, calls, advance))
-                if len(made.arrival_skew_ns):
-                    skews.setdefault(s.number, []).append(float(np.median(made.arrival_skew_ns)) / 1e3)
+                comm, made = bound[s.number]
+                sample = known[s.case.mode].sample
+                taken = attempt(s, partial(sample, comm, made, measure.WARMUP + timed))
+                if taken is None:
+                    continue
+                nanoseconds = measure.gather(comm.mpi, taken[measure.WARMUP :])
+                if nanoseconds is not None:
+                    keep(s.number, nanoseconds)
+                waits = getattr(made, "arrival_skew_ns", ())
+                if len(waits):
+                    skews.setdefault(s.number, []).append(float(np.median(waits)) / 1e3)
+                advance(timed, f"timing, {s.case.ranks} ranks")
+            # Rounds end for all candidates and ranks alike; calls within a round were fixed before the first.
             late = (time.perf_counter() - start) * (k + 2) / (k + 1) > allowed_s
             error, late = mpi.bcast((self.write_error, late))
             if error is not None:
                 raise error
             if late:
                 break
-        for number, waits in skews.items():
-            facts[number]["arrival_skew_us"] = statistics.median(waits)
-        self._amend(facts)
+        for number, waited_us in skews.items():
+            facts[number]["arrival_skew_us"] = statistics.median(waited_us)
+
+    def _keep(self, number: int, nanoseconds: NDArray[np.int64]) -> None:
+        """Puts the times of a visit on record, on rank 0. What cannot be written ends the round, on all ranks, not the visit."""
+        if self.recorder is None or self.write_error is not None:
+            return
+        self.times_us.setdefault(number, []).append(nanoseconds.max(axis=1) / 1e3)
+        try:
+            self.recorder.append(number, nanoseconds)
+        except RecordError as error:
+            self.write_error = error
 
     def _amend(self, facts: Mapping[int, Mapping[str, Any]]) -> None:
         """On rank 0. Records that cannot be written end the round, on all ranks, not the visit."""
         if self.recorder is None or self.write_error is not None:
             return
+        self.void |= {number for number, of_it in facts.items() if "status" in of_it}
         try:
             self.recorder.amend(facts)
         except RecordError as error:
             self.write_error = error
-
-    def _visit(self, comm: Communicator, s: Surveyed, launch: measure.Launch, calls: int, advance: Advance) -> None:
-        """One visit of a case."""
-        if not calls:
-            return
-        mode = measure.modes(self.facts["backend"])[s.case.mode]
-        mode.sample(comm, launch, measure.WARMUP)
-        nanoseconds = measure.gather(comm.mpi, mode.sample(comm, launch, calls))
-        if nanoseconds is None or self.recorder is None or self.write_error is not None:
-            return
-        try:
-            self.recorder.append(s.number, nanoseconds)
-        except RecordError as error:
-            self.write_error = error
-        advance(calls, f"timing, {s.case.ranks} ranks")
 
     @contextmanager
     def _progress(self, total: int, unit: str) -> Iterator[Advance]:
@@ -676,6 +882,14 @@ class Sweep:
             self.recorder.close()
 
 
+def _points(cases: Iterable[Surveyed]) -> dict[Any, list[Surveyed]]:
+    """Cases by point; small messages first."""
+    found: dict[Any, list[Surveyed]] = {}
+    for s in sorted(cases, key=lambda s: (s.case.nbytes, s.case.ranks)):
+        found.setdefault(s.case.point, []).append(s)
+    return found
+
+
 def _floors(found: Sequence[Surveyed]) -> list[Surveyed]:
     """The floor of each case that is timed in graphs: one for each grid and launch feature of a point."""
     wanted = {
@@ -713,35 +927,51 @@ def _cases_by_number(run: records.Run) -> dict[int, Case]:
     return {int(c["case"]): Case.from_columns(c) for c in rows(run.cases)}
 
 
+OPTIONS = {
+    "sizes": "sizes", "ranks": "ranks", "dtypes": "dtypes", "protocols": "protocols", "modes": "modes", "calls": "calls",
+    "budget": "budget_s", "seed": "seed", "collective": "collectives", "launch": "launches", "inputs": "inputs",
+    "shapes": "shapes", "share": "share",
+}  # fmt: skip
+"""Options that describe a run, with the field of its request that each one sets."""
+
+
 def _resumed(world: MPI.Intracomm, args: argparse.Namespace) -> Request:
-    given = [
-        n
-        for n in (
-            "sizes",
-            "ranks",
-            "dtypes",
-            "protocols",
-            "modes",
-            "calls",
-            "budget",
-            "seed",
-            "out",
-            "collective",
-            "launch",
-            "inputs",
-            "share",
-        )
-        if getattr(args, n) is not None
-    ]
+    given = [name for name in (*OPTIONS, "out", "into") if getattr(args, name) is not None]
     if given:
         raise ArgumentError(f"--resume continues a run as it was asked for: leave out --{given[0]}")
-    content = on_root(world, lambda: records.load(args.resume).request)
-    request = Request.from_json(content)
+    return _kept_request(world, args.resume, args)
+
+
+def _repeated(world: MPI.Intracomm, args: argparse.Namespace) -> Request:
+    """The request of a run that gets another launch. Options may say again what it was asked for, and another budget."""
+    kept, now = _kept_request(world, args.into, args), build_request(args, world.size)
+    given = {name: of_it for name, of_it in OPTIONS.items() if getattr(args, name) is not None and name != "budget"}
+    for name, of_it in given.items():
+        if getattr(now, of_it) != getattr(kept, of_it):
+            raise ArgumentError(
+                f"{args.into} was asked for with another --{name}: leave it out to measure that run again, or name a new folder"
+            )
+    return replace(kept, budget_s=now.budget_s)
+
+
+def _kept_request(world: MPI.Intracomm, path: Path, args: argparse.Namespace) -> Request:
+    request = Request.from_json(on_root(world, lambda: records.load(path).request))
     if max(request.ranks) > world.size:
         raise ArgumentError(
-            f"{args.resume} was started with {max(request.ranks)} ranks or more: use mpirun -n {max(request.ranks)}"
+            f"{path} was started with {max(request.ranks)} ranks or more: use mpirun -n {max(request.ranks)}"
         )
     return request if args.backend is None else replace(request, backend=args.backend)
+
+
+def _request(world: MPI.Intracomm, args: argparse.Namespace) -> Request:
+    if args.resume is not None:
+        return _resumed(world, args)
+    if args.into is None:
+        return build_request(args, world.size)
+    if args.out is not None:
+        raise ArgumentError("--into names the run's folder itself: leave out --out")
+    there = on_root(world, lambda: args.into.exists())
+    return _repeated(world, args) if there else build_request(args, world.size)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -755,13 +985,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         options.print_help = lambda file=None: None  # type: ignore[method-assign]
     args = options.parse_args(argv)
     if args.dry_run:
-        if args.resume is not None:
-            raise ArgumentError("--dry-run shows a new sweep: leave out --resume")
+        for name in ("resume", "into"):
+            if getattr(args, name) is not None:
+                raise ArgumentError(f"--dry-run shows a new sweep: leave out --{name}")
         request = build_request(args, world.size)
         if world.rank == 0:
             print(dry_run(request))
         return 0
-    request = build_request(args, world.size) if args.resume is None else _resumed(world, args)
+    request = _request(world, args)
     with _shared_gpu(world, request):
         sweep = Sweep(world, request, started_s)
         try:
@@ -788,7 +1019,7 @@ def _run(sweep: Sweep, args: argparse.Namespace) -> int:
     sweep.look_around()
     if sweep.cuda and args.resume is None:
         faulthandler.dump_traceback_later(max(1.0, sweep.left_s() + OVERTIME_S), exit=True)
-    only = sweep.open_records(args.out or Path("results"), args.resume)
+    only = sweep.open_records(args.out or Path("results"), args.resume, args.into)
     if only is None or only:
         sweep.time(sweep.plan(sweep.survey(only)))
     return sweep.report()

@@ -20,15 +20,18 @@ L2_SHARE = 0.15
 """Of a latency: where all ranks' bytes take longer than this to pass the L2, the figure is about the L2."""
 
 _HEADER = (
-    "#  ranks         size        count        type  protocol                    mode       launch  input         time"
+    "#  ranks         size        count        type  protocol                    mode       launch  input        shape       time"
     "     algbw     busbw    wrong   x floor\n"
-    "#                 (B)   (elements)                                                                           (us)"
+    "#                 (B)   (elements)                                                                                       (us)"
     "    (GB/s)    (GB/s)                   "
 )
 
 
 def nccl_table(run: Run) -> str:
-    """One line for each case: ranks, size, count, type, protocol, mode, launch, input, time, algbw, busbw, wrong, floor."""
+    """One line for each case: ranks, size, count, type, protocol, mode, launch, input, shape, time, bandwidths, wrong, floor.
+
+    shape : blocks x threads that were launched; with a star where they are not the default ones.
+    """
     lines = [_HEADER]
     measured = {row["case"]: row for row in rows(run.latency)}
     ordered = run.cases[run.cases["protocol"] != FLOOR]
@@ -37,6 +40,7 @@ def nccl_table(run: Run) -> str:
         head = (
             "{ranks:8d} {nbytes:12d} {count:12d} {dtype:>11s}  {protocol:<26s}  {mode:<9s}  {dependent_launch:<6s}  {input:<7s}"
         ).format_map(case)
+        head += f" {_shape(case):>10s}"
         if case["case"] in measured:
             row = measured[case["case"]]
             us = "{latency_us:9.1f}" if row["emulated"] or row["latency_us"] >= 1000 else "{latency_us:9.2f}"
@@ -47,6 +51,11 @@ def nccl_table(run: Run) -> str:
             tail = f" {'-':>9s} {'-':>9s} {'-':>9s} {wrong!s:>8s} {'-':>9s}  {case['reason']}"
         lines.append(head + tail)
     return "\n".join(lines)
+
+
+def _shape(case: dict[str, Any]) -> str:
+    launched = f"{case['blocks']}x{case['threads']}" if case["blocks"] else "-"
+    return f"{launched}*" if case["shape"] and case["protocol"] != FLOOR else launched
 
 
 def rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
@@ -129,7 +138,8 @@ def _cell(row: dict[str, Any] | None, label: bool) -> str:
 def _label(row: dict[str, Any]) -> str:
     text = encoding_label(row["form"] if row["protocol"] == row["column"] else row["protocol"])
     text = "" if text == row["column"] else text
-    return f"{text} (in place)" if row["input"] == STAGING else text
+    notes = [note for note, holds in (("in place", row["input"] == STAGING), ("tuned", row["shape"])) if holds]
+    return f"{text} ({', '.join(notes)})" if notes else text
 
 
 def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
@@ -182,6 +192,8 @@ def caption(run: Run, frame: pd.DataFrame, l2_gbps: float | None = None) -> Iter
         f"{frame['iterations'].max()} iterations, {frame['launches'].max()} launch(es); taken on the {run.taken_on}."
     )
     yield "Bold: the fastest. In place: the input lies in the staging buffer already, where peers pull it from."
+    if (frame["shape"] != "").any():
+        yield "Tuned: a launch shape that the search found, in place of the default one (a baseline's: its authors')."
     if frame["floor_us"].notna().any():
         yield (
             "Floor: a kernel of the fastest one's grid and launch feature that copies input to output and communicates nothing; "

@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
     from fcomm import Communicator
 
-P = TypeVar("P", bound=Hashable)
 T = TypeVar("T")
 
 COPY = "copy"
@@ -164,9 +164,9 @@ class Mode:
     sample: Callable[[Communicator, Launch, int], NDArray[np.int64]]
     """(comm, launch, iterations) -> nanoseconds on this rank, shape (iterations,). Collective."""
     calls: int = 1
-    """Calls that one iteration makes, for planning."""
+    """Calls that one iteration makes: what is expected of it before it was timed."""
     overhead_s: float = 0.0
-    """What an iteration costs beside its calls, for planning."""
+    """What it costs beside these, likewise."""
 
 
 def _bind_eager(comm: Communicator, case: Case, x: Any, out: Any) -> Launch:
@@ -181,13 +181,25 @@ def _bind_prepared(comm: Communicator, case: Case, x: Any, out: Any) -> Launch:
 def _sample_host(comm: Communicator, launch: Launch, iterations: int) -> NDArray[np.int64]:
     nanoseconds = np.empty(iterations, np.int64)
     synchronize, meet, clock = comm.backend.synchronize, comm.mpi.Barrier, time.perf_counter_ns
+    error: Exception | None = None
     for k in range(iterations):
-        meet()  # a caller's time does not include what the ranks did before
-        start = clock()
-        launch()
-        synchronize()
-        nanoseconds[k] = clock() - start
-    return np.maximum(nanoseconds, 1)
+        meet()  # a caller's time does not include what the ranks did before; met as often as planned, also after an error
+        if error is not None:
+            continue
+        try:
+            start = clock()
+            launch()
+            synchronize()
+            nanoseconds[k] = clock() - start
+        except Exception as caught:
+            error = caught
+
+    def done() -> NDArray[np.int64]:
+        if error is not None:
+            raise error
+        return np.maximum(nanoseconds, 1)
+
+    return together(comm.mpi, done)
 
 
 MODES: Mapping[str, Mode] = MappingProxyType(
@@ -443,7 +455,7 @@ def verify(
     return dict(zip(wrong, total.tolist(), strict=True)), failed
 
 
-COSTED_CALLS = 8
+COSTED_CALLS = 4
 
 
 def call_seconds(mpi: MPI.Intracomm, bound: Sequence[Bound]) -> tuple[dict[Case, float], dict[Case, str]]:
@@ -465,52 +477,85 @@ def call_seconds(mpi: MPI.Intracomm, bound: Sequence[Bound]) -> tuple[dict[Case,
 
 # ---- budgets ---------------------------------------------------------------------------------------------------------
 
-ROUNDS = 5
-"""Times that a sweep comes back to each case: drift of the machine then falls on all candidates alike."""
+ROUNDS = 3
+"""Visits of each case in a turn, all candidates between them: drift of the machine then falls on all of them alike."""
 WARMUP = 1
 """Untimed calls at the start of each visit."""
-VISIT_S = 2e-3
-"""Fixed cost of a visit: gathering times and appending them."""
-LEAST, MOST = 10, 400
-"""Timed calls of a case: fewer do not give a 95 % interval worth showing, more do not narrow it visibly."""
-MOST_REPLAYS = 40
-"""As `MOST`, on GPUs: a replay is the mean of many calls already."""
-VISIT_CUDA_S = 8e-3
-"""As `VISIT_S`, on GPUs: a fifth of what it costs to capture two graphs and to check them is added."""
+LEAST = 10
+"""Timed calls of a case in its first turn: fewer do not give a 95 % interval worth showing."""
+MOST, MOST_REPLAYS = 2000, 200
+"""Timed calls of a case at most, on the cpu backend and on GPUs, where a replay is the mean of many calls already."""
+VISIT_S: Mapping[str, float] = MappingProxyType({"cpu": 2e-3, "cuda": 6e-3})
+"""What a visit costs beside its calls, its share of making a case ready included, by backend; until the clock knows better."""
+SURE = 0.01
+"""An interval narrower than this share of its median is not narrowed further: what is chosen by it costs no more."""
 
 
-def point_seconds(cost_s: float, iterations: int, candidates: int, visit_s: float) -> float:
-    """Seconds that a point takes. cost_s : one call of each candidate, summed; visit_s : fixed cost of a visit."""
-    return cost_s * (iterations + ROUNDS * WARMUP) + ROUNDS * candidates * visit_s
+def in_doubt(times_us: Mapping[Case, NDArray[np.float64]]) -> list[Case]:
+    """Cases that more calls would say something about, those first about which they would say most.
 
-
-def plan_iterations(
-    costs: Mapping[P, tuple[float, int]], available_s: float, visit_s: float = VISIT_S, most: int = MOST
-) -> dict[P, int]:
-    """Timed calls for each point, so that all of them together take at most `available_s`.
-
-    costs : point -> (seconds of one call of each candidate, summed; number of candidates). All candidates of a point get
-    the same count, and points share the time evenly as far as `LEAST` and `most` allow. Where even `LEAST` calls take too
-    long, the costliest points are dropped (0 calls), whole, since a point with half its candidates compares nothing.
+    times_us : the slowest rank's time of each call so far. Candidates for the same job (one point, mode and launch feature)
+    are a group. Where the interval of its fastest one is reached by those of others, the choice is not certain: these come
+    first; then all others; both by the width of their interval relative to the median, widest first. Cases with an interval
+    narrower than `SURE` are left out.
     """
-    least = min(LEAST, most)
+    summary = {case: (float(np.median(us)), *median_interval(us)) for case, us in times_us.items() if len(us)}
+    groups: dict[Hashable, list[Case]] = {}
+    for case in summary:
+        if case.protocol != FLOOR:
+            groups.setdefault((case.point, case.mode, case.dependent_launch), []).append(case)
+    rivals: set[Case] = set()
+    for group in groups.values():
+        best = min(group, key=lambda c: summary[c][0])
+        high_us = summary[best][2]
+        reached = [c for c in group if not summary[c][1] > high_us]  # an interval that is not known reaches everything
+        rivals.update(reached if len(reached) > 1 else ())
 
-    def seconds(point: P, iterations: int) -> float:
-        return point_seconds(costs[point][0], iterations, costs[point][1], visit_s)
+    def width(case: Case) -> float:
+        median_us, low_us, high_us = summary[case]
+        return math.inf if math.isnan(low_us) else (high_us - low_us) / median_us
 
-    kept = sorted(costs, key=lambda p: seconds(p, least))
-    while kept and sum(seconds(p, least) for p in kept) > available_s:
-        kept.pop()
+    return sorted((c for c in summary if width(c) > SURE), key=lambda c: (c not in rivals, -width(c)))
 
-    def counts(share_s: float) -> dict[P, int]:
-        return {p: int(min(max((share_s - seconds(p, 0)) / max(costs[p][0], 1e-9), least), most)) for p in kept}
 
-    low, high = 0.0, max(available_s, 0.0)
-    for _ in range(50):
-        middle = (low + high) / 2
-        fits = sum(seconds(p, k) for p, k in counts(middle).items()) <= available_s
-        low, high = (middle, high) if fits else (low, middle)
-    return {**dict.fromkeys(costs, 0), **counts(low)}
+class Pace:
+    """What timing takes: estimated from the cost of a call, and corrected by the clock, as points are timed.
+
+    The clock's word for a point holds for that point, for others of its rank count until they have their own, and so on:
+    an estimate that is wrong throughout is right after the first turn.
+    """
+
+    def __init__(self, visit_s: float) -> None:
+        self._visit_s = visit_s
+        self._seconds: dict[Hashable, tuple[float, float]] = {}
+
+    def _estimate_s(self, wanted: Iterable[tuple[float, int]]) -> float:
+        return sum(ROUNDS * self._visit_s + cost_s * (calls + ROUNDS * WARMUP) for cost_s, calls in wanted)
+
+    def expected_s(self, case: Case, wanted: Sequence[tuple[float, int]]) -> float:
+        """Seconds to time candidates of the case's point. wanted : seconds of one iteration, and iterations, of each."""
+        for key in (case.point, case.ranks, ""):
+            estimated_s, taken_s = self._seconds.get(key, (0.0, 0.0))
+            if estimated_s > 0:
+                return self._estimate_s(wanted) * taken_s / estimated_s
+        return self._estimate_s(wanted)
+
+    def learn(self, case: Case, wanted: Sequence[tuple[float, int]], taken_s: float) -> None:
+        """The clock's word for candidates of the case's point."""
+        estimate_s = self._estimate_s(wanted)
+        for key in (case.point, case.ranks, ""):
+            estimated_s, before_s = self._seconds.get(key, (0.0, 0.0))
+            self._seconds[key] = (estimated_s + estimate_s, before_s + taken_s)
+
+
+def fitting(groups: Sequence[tuple[T, float]], available_s: float) -> list[T]:
+    """Those that fit into the time, in the order given, each whole or not at all. groups : what, and its seconds."""
+    found = []
+    for what, seconds in groups:
+        if seconds <= available_s:
+            found.append(what)
+            available_s -= seconds
+    return found
 
 
 def visits(iterations: int, rounds: int = ROUNDS) -> list[int]:
@@ -539,17 +584,21 @@ def median_interval(values: NDArray[np.float64], confidence: float = 0.95) -> tu
     with probability 1 - 2 P(B < l). The largest l that keeps `confidence` is taken. NaN where n is too small (below 6
     for 95 %).
     """
-    from scipy.stats import binom
-
     n = len(values)
-    alpha = 1 - confidence
-    below = binom.cdf(np.arange(n // 2 + 1), n, 0.5)
-    # l values at most lie outside on each side; l = 0 would be the whole line.
-    l = int(np.count_nonzero(2 * below <= alpha * (1 + 1e-12)))  # noqa: E741 - the name in the literature
+    l = _outside(n, confidence)  # noqa: E741 - the name in the literature
     if l == 0:
         return math.nan, math.nan
     ordered = np.partition(values, [l - 1, n - l])
     return float(ordered[l - 1]), float(ordered[n - l])
+
+
+@cache
+def _outside(n: int, confidence: float) -> int:
+    """Values that lie outside the interval of the median of n on each side at most; 0 would be the whole line."""
+    from scipy.stats import binom
+
+    below = binom.cdf(np.arange(n // 2 + 1), n, 0.5)
+    return int(np.count_nonzero(2 * below <= (1 - confidence) * (1 + 1e-12)))
 
 
 _EXACT_LAUNCHES = 6

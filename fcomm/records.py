@@ -98,12 +98,14 @@ CASES = (
     Column("rounds", "int32", "hops", "dependent hops over the link, counted from the algorithm"),
     Column("wire_bytes", "int64", "B", "bytes that one rank sends or pulls, evidence included, counted"),
     Column("warmup", "int32", "calls", "untimed calls before each visit"),
-    Column("planned", "int32", "calls", "timed calls that were planned before the first one"),
+    Column(
+        "planned", "int32", "calls", "timed calls that every case was to have at least, planned before the first one"
+    ),
     Column(
         "iterations",
         "int32",
         "calls",
-        "timed calls on record; fewer than planned where the budget ended the rounds",
+        "timed calls on record: more than planned where the case was in doubt, fewer where the budget ended the rounds",
     ),
     Column("checked_calls", "int32", "calls", "calls with fresh data compared with the reference before timing"),
     Column(
@@ -246,23 +248,34 @@ class Recorder:
 
     @classmethod
     def create(
-        cls, out: Path, host: str, backend: str, request: Mapping[str, Any], expected_bytes: int = 0
+        cls,
+        out: Path,
+        host: str,
+        backend: str,
+        request: Mapping[str, Any],
+        expected_bytes: int = 0,
+        path: Path | None = None,
     ) -> Recorder:
-        """Starts a new run in a folder of its own under `out`.
+        """Starts a new run in a folder of its own: `path`, which must not be there yet, or one under `out`.
 
         `request` is what a later `--resume` needs to know; `expected_bytes` must be free on the disk.
         """
         now = datetime.now(UTC)
+        if path is not None:
+            out = path.parent
         name = f"{now:%Y%m%dT%H%M%SZ}-{re.sub(r'[^A-Za-z0-9.]+', '_', host)}-{backend}"
         with _writing(out):
             out.mkdir(parents=True, exist_ok=True)
-            for attempt in range(1, 100):
+            if path is not None:
+                path.mkdir()
+            for attempt in range(1, 100) if path is None else ():
                 path = out / (name if attempt == 1 else f"{name}-{attempt}")
                 try:
                     path.mkdir()
                     break
                 except FileExistsError:
                     continue
+            assert path is not None
             free = shutil.disk_usage(path).free
             if free < expected_bytes:
                 path.rmdir()
@@ -644,8 +657,9 @@ def _empty(columns: Sequence[Column]) -> pd.DataFrame:
 
 
 def _merge(every: pd.DataFrame, samples: pd.DataFrame) -> pd.DataFrame:
-    """One row a case over all launches: facts of the first, counts of all, and the worst that happened to it."""
-    ordered = every.sort_values(["case", "launch"], kind="stable")
+    """One row a case over all launches: facts of the first that had time for it, counts of all, and the worst that happened."""
+    ordered = every.assign(late=every["status"] == "dropped").sort_values(["case", "late", "launch"], kind="stable")
+    ordered = ordered.drop(columns="late")
     merged = ordered.drop_duplicates("case").drop(columns="launch").set_index("case")
     sums = ordered.groupby("case")[["checked_calls", "wrong"]].sum()
     merged[["checked_calls", "wrong"]] = sums

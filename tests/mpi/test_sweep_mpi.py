@@ -106,6 +106,55 @@ def test_a_killed_sweep_is_readable_and_resumes_to_a_complete_run(tmp_path: Path
     assert len(experiments.load(path).launches) == 2
 
 
+def test_a_search_of_launch_shapes_and_a_second_launch_into_the_same_folder(tmp_path: Path) -> None:
+    """On the cpu backend a search finds what it likes: here, that half the grid is best, for ours and for baselines."""
+    script, path = tmp_path / "script.py", tmp_path / "folder" / "run"
+    script.write_text(SEARCHED)
+    asked = ["--protocols", "one_shot.ll,custom_ar_v2.push", "--budget", "10m", "--shapes", "search"]
+    arguments = ["--ranks", "3", "--sizes", "1K..16K", "--calls", "10", "--seed", "7", "--into", str(path)]
+    first = launch.mpirun(3, [str(script), *asked, *arguments], timeout=100)
+    assert first.returncode == 0, first.stderr
+    one = experiments.load(path)
+    assert (one.cases["status"] == "measured").all()
+    # The default shape and the one that was found; sizes between the anchors inherit it.
+    assert one.cases.groupby(["protocol", "nbytes"]).size().tolist() == [2] * 10
+    tuned = one.cases[one.cases["shape"] != ""]
+    assert set(tuned["shape"]) == {"1x32"}
+    assert set(zip(tuned["blocks"], tuned["threads"], strict=True)) == {(1, 32)}
+
+    again = launch.mpirun(3, [str(script), *asked, *arguments], timeout=100)
+    assert again.returncode == 0, again.stderr
+    assert "searching" in first.stderr
+    assert "searching" not in again.stderr  # the shapes are those of the first launch
+    run = experiments.load(path)
+    assert run.complete
+    assert [(p["launch"], p["resumes"]) for p in run.launches] == [(0, False), (1, False)]
+    identity = ["case", "protocol", "nbytes", "shape", "ranks"]
+    assert run.cases[identity].equals(one.cases[identity])
+    assert (run.latency["launches"] == 2).all()
+    assert (run.cases["iterations"] == 20).all()
+    assert run.samples[run.samples["launch"] == 0].reset_index(drop=True).equals(one.samples)
+
+
+def test_a_candidate_that_hangs_while_it_is_timed_is_named_and_the_others_go_on(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(HANGING)
+    asked = ["--protocols", "one_shot.ll,barrier.one_shot", "--sizes", "1K,2K", "--calls", "20", "--budget", "10m"]
+    environment = {"FCOMM_TIMEOUT_S": "1"}
+    done = launch.mpirun(2, [str(script), *asked, "--out", str(tmp_path / "r")], timeout=100, env=environment)
+    assert done.returncode == 1, done.stderr
+    assert "# FAILED, times void" in done.stdout
+    run = experiments.load(_only_run(tmp_path / "r"))
+    assert run.complete
+    status = {(c.protocol, c.nbytes): c.status for c in run.cases.itertuples()}
+    assert status.pop(("one_shot.ll", 1024)) == "failed"
+    assert set(status.values()) == {"measured"}
+    (reason,) = run.cases.loc[run.cases["status"] == "failed", "reason"]
+    assert "rank 0" in reason
+    assert (run.latency["iterations"] == 20).all()
+    assert len(run.latency) == 3
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
@@ -138,7 +187,7 @@ from fcomm.records import Recorder
 append = Recorder.append
 def append_where_files_end_early(self, case, nanoseconds):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4_000, limits[1]))
     try:
         append(self, case, nanoseconds)
     finally:
@@ -159,6 +208,38 @@ measure.verify = verify_and_find
 raise SystemExit(bootstrap.run(sweep.main))
 """
 
+
+HANGING = """
+from experiments import sweep
+from fcomm import bootstrap, measure
+from fcomm.measure import Mode
+
+sample, bind = measure.MODES["host"].sample, measure.MODES["host"].bind
+timed = {}
+def bind_and_tell(comm, case, x, out):
+    launch = bind(comm, case, x, out)
+    timed[launch] = case
+    return launch
+def sample_without_one_call(comm, launch, iterations):
+    case = timed[launch]
+    if comm.rank == 1 and case.protocol == "one_shot.ll" and case.nbytes == 1024:
+        return sample(comm, lambda: None, iterations)  # this rank never comes
+    return sample(comm, launch, iterations)
+measure.MODES = {"host": Mode("host", "", bind_and_tell, sample_without_one_call)}
+raise SystemExit(bootstrap.run(sweep.main))
+"""
+
+SEARCHED = """
+from experiments import search, sweep
+from fcomm import bootstrap
+
+learn = search.Shapes.learn
+def learn_that_half_is_best(self, case, times_us):
+    assert len(times_us) > 1, times_us
+    learn(self, case, {change: 1.0 if change == search.Change(1.0, 0.5) else 2.0 for change in times_us})
+search.Shapes.learn = learn_that_half_is_best
+raise SystemExit(bootstrap.run(sweep.main))
+"""
 
 FAILING = """
 from experiments import sweep

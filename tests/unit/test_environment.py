@@ -193,3 +193,12 @@ def test_make_uses_a_given_interpreter_without_setting_up() -> None:
     assert "install" not in done.stdout
     assert "-n 3" in done.stdout
     assert "-m experiments.sweep --dry-run" in done.stdout
+    assert "--into" not in done.stdout
+
+
+def test_make_launches_a_sweep_several_times_into_one_folder() -> None:
+    done = make("-n", "sweep", f"PY={sys.executable}", "SWEEP_ARGS=--sizes 1K --budget 5m", "LAUNCHES=5")
+    assert done.returncode == 0
+    assert "-le 5" in done.stdout
+    # The last of two budgets counts, so the one that was asked for.
+    assert '-m experiments.sweep --budget 30s --sizes 1K --budget 5m --into "$run"' in done.stdout

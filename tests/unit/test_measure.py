@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from fcomm import checks, measure
 from fcomm.errors import DeviceError, FcommError, HangError
-from fcomm.measure import LEAST, MOST, ROUNDS, Case
+from fcomm.measure import ROUNDS, Case
 from fcomm.protocols import GpuShare, Protocol, protocols
 
 
@@ -170,40 +170,6 @@ def test_nothing_measured_is_an_empty_summary_with_all_columns() -> None:
     assert {"latency_us", "busbw_gbps", "p99_us"} <= set(summary.columns)
 
 
-# ---- budgets ---------------------------------------------------------------------------------------------------------
-
-_costs = st.dictionaries(
-    st.integers(0, 1000), st.tuples(st.floats(1e-6, 2.0), st.integers(1, 4)), min_size=1, max_size=30
-)
-
-
-@given(_costs, st.floats(-1, 200))
-def test_a_plan_keeps_to_its_time(costs: dict[int, tuple[float, int]], available_s: float) -> None:
-    plan = measure.plan_iterations(costs, available_s)
-    assert set(plan) == set(costs)
-    assert all(k == 0 or LEAST <= k <= MOST for k in plan.values())
-    spent = sum(measure.point_seconds(costs[p][0], k, costs[p][1], 2e-3) for p, k in plan.items() if k)
-    assert spent <= max(available_s, 0) + 1e-6
-    # What is dropped costs at least as much as what is kept.
-    least = {p: measure.point_seconds(c, LEAST, m, 2e-3) for p, (c, m) in costs.items()}
-    kept = [least[p] for p, k in plan.items() if k]
-    dropped = [least[p] for p, k in plan.items() if not k]
-    assert not kept or not dropped or max(kept) <= min(dropped)
-
-
-def test_calls_are_reduced_before_cases_are_dropped() -> None:
-    costs = {"small": (1e-3, 1), "large": (1e-1, 1)}
-    assert measure.plan_iterations(costs, 1000.0) == {"small": MOST, "large": MOST}
-    tight = measure.plan_iterations(costs, 3.0)
-    assert tight["small"] == MOST
-    assert LEAST <= tight["large"] < 30
-    assert measure.plan_iterations(costs, 1.0) == {"small": MOST, "large": 0}
-
-
-def test_fewer_calls_than_the_least_can_be_asked_for() -> None:
-    assert measure.plan_iterations({"a": (1e-3, 2)}, 100.0, most=3) == {"a": 3}
-
-
 @given(st.integers(0, 1000))
 def test_visits_add_up_and_are_even(iterations: int) -> None:
     calls = measure.visits(iterations)
@@ -349,6 +315,28 @@ def test_the_rank_that_failed_is_heard_before_those_that_waited_for_it() -> None
     mpi: Any = Three()
     with pytest.raises(FcommError, match=r"no memory \(rank 1\)"):
         measure.together(mpi, step)
+
+
+def test_a_rank_whose_call_fails_while_it_is_timed_still_meets_the_others() -> None:
+    class Meeting(OneRank):
+        met = 0
+
+        def Barrier(self) -> None:
+            self.met += 1
+
+    mpi = Meeting()
+    comm: Any = SimpleNamespace(mpi=mpi, backend=SimpleNamespace(synchronize=lambda: None))
+    calls = iter([None, None, HangError("rank 1 gave up waiting for rank 0")])
+
+    def launch() -> None:
+        error = next(calls)
+        if error is not None:
+            raise error
+
+    with pytest.raises(HangError, match="rank 1 gave up waiting for rank 0"):
+        measure.MODES["host"].sample(comm, launch, 5)
+    assert mpi.met == 5
+    assert (measure.MODES["host"].sample(comm, lambda: None, 3) > 0).all()
 
 
 def test_modes_of_a_backend_and_their_default() -> None:

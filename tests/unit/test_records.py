@@ -460,10 +460,72 @@ def test_the_table_has_a_line_for_each_case_measured_or_not(tmp_path: Path) -> N
     recorder.close()
     lines = tables.nccl_table(experiments.load(recorder.path)).splitlines()
     body = {line.split()[1]: line.split() for line in lines if not line.startswith("#")}
-    head = ["2", "1024", "256", "float32", "one_shot.ll", "host", "none", "array"]
+    head = ["2", "1024", "256", "float32", "one_shot.ll", "host", "none", "array", "2x32"]
     assert body["1024"] == [*head, "2.0", "0.5120", "0.5120", "0", "-"]
-    assert body["2048"][8:12] == ["-", "-", "-", "7"]
-    assert body["4096"][8:12] == ["-", "-", "-", "-"]
+    assert body["2048"][9:13] == ["-", "-", "-", "7"]
+    assert body["4096"][9:13] == ["-", "-", "-", "-"]
+
+
+def test_cases_that_differ_in_their_launch_shape_alone_stay_apart(tmp_path: Path) -> None:
+    kinds = [
+        ("one_shot.ll", None, 2000), ("one_shot.ll", (4, 64), 1500), ("barrier.one_shot", None, 3000),
+        ("barrier.one_shot", (1, 96), 1000),
+    ]  # fmt: skip
+    recorder = Recorder.create(tmp_path, "here", "cpu", {})
+    recorder.begin(PROVENANCE)
+    plan = []
+    for number, (name, shape, _) in enumerate(kinds):
+        case = Case("all_reduce", name, "float32", 1024, 2, "host", shape)
+        blocks, threads = shape or (2, 32)
+        plan.append({**_case(number, ranks=2), **case.columns(), "blocks": blocks, "threads": threads})
+    recorder.plan(plan)
+    for number, (_, _, ns) in enumerate(kinds):
+        recorder.append(number, np.full((10, 2), ns))
+    recorder.finish()
+    recorder.close()
+    run = experiments.load(recorder.path)
+    assert [Case.from_columns(c).shape for c in tables.rows(run.cases)] == [shape for _, shape, _ in kinds]
+    assert run.latency["latency_us"].tolist() == [2.0, 1.5, 3.0, 1.0]
+    lines = [line.split() for line in tables.nccl_table(run).splitlines() if not line.startswith("#")]
+    assert [(line[4], line[8], line[9]) for line in lines] == [
+        ("one_shot.ll", "2x32", "2.0"), ("one_shot.ll", "4x64*", "1.5"), ("barrier.one_shot", "2x32", "3.0"),
+        ("barrier.one_shot", "1x96*", "1.0"),
+    ]  # fmt: skip
+    table = tables.best_table(run, tables.select(run, "all_reduce", "none"))
+    assert "1.50 ll (tuned)" in table
+    assert "**1.00** one_shot (tuned)" in table
+    assert "Tuned: a launch shape that the search found" in table
+
+
+def test_a_case_that_one_launch_had_no_time_for_is_measured_where_another_had(tmp_path: Path) -> None:
+    recorder = Recorder.create(tmp_path, "here", "cpu", {})
+    recorder.begin(PROVENANCE)
+    recorder.plan([_case(0), _case(1, planned=0, status="dropped", reason="no time", blocks=0, checked_calls=0)])
+    recorder.append(0, _times(10, 2))
+    recorder.finish()
+    recorder.begin(PROVENANCE)
+    recorder.plan([_case(0, planned=0, status="dropped", reason="no time"), _case(1)])
+    recorder.append(1, _times(10, 4))
+    recorder.finish()
+    recorder.close()
+    run = experiments.load(recorder.path)
+    assert run.complete
+    assert run.cases[["status", "reason", "blocks", "iterations"]].to_numpy().tolist() == [["measured", "", 2, 10]] * 2
+    assert run.latency["launches"].tolist() == [1, 1]
+
+
+def test_a_run_can_be_given_its_folder_by_name(tmp_path: Path) -> None:
+    named = tmp_path / "new" / "run"
+    recorder = Recorder.create(tmp_path / "unused", "here", "cpu", {}, path=named)
+    recorder.close()
+    assert recorder.path == named
+    assert (named / "run.json").exists()
+    assert not (tmp_path / "unused").exists()
+    with pytest.raises(RecordError, match="cannot write"):
+        Recorder.create(tmp_path, "here", "cpu", {}, path=named)
+    with pytest.raises(RecordError, match="free"):
+        Recorder.create(tmp_path, "here", "cpu", {}, 1 << 60, tmp_path / "large")
+    assert not (tmp_path / "large").exists()
 
 
 GPU = {

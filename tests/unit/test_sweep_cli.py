@@ -43,8 +43,8 @@ def test_lists_are_sorted_and_each_once() -> None:
 
 def test_what_is_left_open_is_the_backends_own() -> None:
     on_cpu, on_gpu = build().resolved("cpu"), build().resolved("cuda")
-    assert (on_cpu.modes, on_cpu.launches, on_cpu.calls) == (("host",), ("none",), 400)
-    assert (on_gpu.modes, on_gpu.launches, on_gpu.calls) == (("graph",), ("none", "late"), 40)
+    assert (on_cpu.modes, on_cpu.launches, on_cpu.calls) == (("host",), ("none",), 2000)
+    assert (on_gpu.modes, on_gpu.launches, on_gpu.calls) == (("graph",), ("none", "late"), 200)
     assert on_gpu.resolved("cuda") == on_gpu
     asked = build("--modes", "host", "--launch", "late", "--calls", "7").resolved("cuda")
     assert (asked.modes, asked.launches, asked.calls) == (("host",), ("late",), 7)
@@ -52,6 +52,19 @@ def test_what_is_left_open_is_the_backends_own() -> None:
         build("--modes", "graph").resolved("cpu")
     with pytest.raises(ArgumentError, match="--launch late is for GPUs"):
         build("--launch", "none,late").resolved("cpu")
+
+
+def test_launch_shapes_are_searched_on_gpus_where_the_budget_has_room() -> None:
+    def shapes(backend: str, *argv: str) -> str:
+        return build(*argv).resolved(backend).shapes
+
+    assert shapes("cuda") == "default"
+    assert shapes("cuda", "--budget", "2m") == "search"
+    assert shapes("cuda", "--budget", "2m", "--shapes", "default") == "default"
+    assert shapes("cpu", "--budget", "1h") == "default"
+    assert shapes("cpu", "--shapes", "search") == "search"
+    old = {key: value for key, value in vars(build()).items() if key != "shapes"}  # a run of before there was a search
+    assert rq.Request.from_json(old).shapes == ""
 
 
 def test_protocols_belong_to_the_collectives_asked_for() -> None:
@@ -80,6 +93,7 @@ BAD = {
     "--launch": ["", "soon", "none,,late"],
     "--inputs": ["", "here"],
     "--share": ["0", "101", "-5", "all"],
+    "--shapes": ["", "best", "4x256"],
 }
 
 
@@ -156,7 +170,8 @@ def test_a_dry_run_lists_every_case_and_the_time() -> None:
     assert all(any(name in line for name in names) for line in lines)
     last = text.splitlines()[-1]
     assert f"{len(lines)} cases on the cpu backend" in last
-    assert "at most the budget of 60 s" in last
+    assert "10 calls of each, then the budget of 60 s is spent where most is in doubt" in last
+    assert "would not fit" in rq.dry_run(build("--dry-run", "--backend", "cpu", "--budget", "20s", started=1))
 
 
 def test_a_dry_run_is_not_refused_for_ranks_that_nobody_started() -> None:
