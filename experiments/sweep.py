@@ -44,7 +44,7 @@ from experiments.request import (
 from experiments.tables import latency_csv, nccl_table, rows, summary_tables
 from fcomm import Communicator, bootstrap, measure, provenance, records, settings
 from fcomm.dtypes import BYTES, REDUCIBLE
-from fcomm.errors import ArgumentError, DeviceError, FcommError, RecordError
+from fcomm.errors import ArgumentError, DeviceError, FcommError, NotAdmittedError, RecordError
 from fcomm.measure import FLOOR, Case
 from fcomm.protocols import GpuShare, protocols
 from fcomm.sizes import format_size
@@ -528,7 +528,8 @@ class Sweep:
         surveyed = {case: Surveyed(case) for case in dict.fromkeys(checked.values())}
         buffers = _Buffers()
         wanted = [(comms.of(case), case) for case in surveyed]
-        bound, failed = measure.bind_all(mpi, [(comm, case, *buffers.of(comm, case)) for comm, case in wanted])
+        bound, unbound = measure.bind_all(mpi, [(comm, case, *buffers.of(comm, case)) for comm, case in wanted])
+        failed = {case: str(error) for case, error in unbound.items()}
         seed = (self.request.seed, self.launch, first.ranks)
         forms = [b.case.form(b.comm.gpu) for b in bound] or [None]
         data = [measure.Dataset(comms.first, (*seed, k), first, forms) for k in range(measure.DATASETS)]
@@ -545,7 +546,9 @@ class Sweep:
             if s.wrong:
                 s.status, s.reason = "wrong", f"{s.wrong} elements of {measure.CHECKED_CALLS} calls were wrong"
             if case in failed:
-                s.status, s.reason = "failed", failed[case]
+                # What the communicator does not take - a grid that has no room here, say - was never launched.
+                refused = isinstance(unbound.get(case), ArgumentError | NotAdmittedError)
+                s.status, s.reason = "refused" if refused else "failed", failed[case]
         found = []
         for case in cases:
             mode = known[case.mode]

@@ -398,15 +398,15 @@ def recover(comm: Communicator) -> None:
 
 def bind_all(
     mpi: MPI.Intracomm, wanted: Sequence[tuple[Communicator, Case, Any, Any]]
-) -> tuple[list[Bound], dict[Case, str]]:
+) -> tuple[list[Bound], dict[Case, FcommError]]:
     """Makes cases ready for their check, each from (communicator, case, x, out); and why others could not be. Collective."""
     made: dict[Case, Bound] = {}
-    errors: dict[Case, str] = {}
+    errors: dict[Case, FcommError] = {}
     for comm, case, x, out in wanted:
         try:
             made[case] = Bound(comm, case, x, out, MODES[case.mode].bind(comm, case, x, out))
         except Exception as caught:
-            errors[case] = str(_sentence(caught))
+            errors[case] = _sentence(caught)
     for theirs in mpi.allgather(errors):
         errors = {**theirs, **errors}
     return [b for case, b in made.items() if case not in errors], errors

@@ -12,9 +12,11 @@ import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mpi4py import MPI
 
+import fcomm
 from fcomm import checks, measure
-from fcomm.errors import DeviceError, FcommError, HangError
+from fcomm.errors import ArgumentError, DeviceError, FcommError, HangError
 from fcomm.measure import ROUNDS, Case
 from fcomm.protocols import GpuShare, Protocol, protocols
 
@@ -347,3 +349,15 @@ def test_modes_of_a_backend_and_their_default() -> None:
 
 def test_age_is_that_of_the_process() -> None:
     assert 0 < measure.age_s() < 3600
+
+
+def test_what_cannot_be_made_ready_keeps_its_kind_of_error() -> None:
+    """So that a sweep can tell what is not admitted from what failed."""
+    with fcomm.Communicator(MPI.COMM_SELF, backend="cpu", max_bytes=1024) as comm:
+        good = Case("all_reduce", measure.COPY, "float32", 64, 1, "host")
+        bad = Case("all_reduce", measure.COPY, "float32", 64, 1, "graph")
+        x, out = measure.arrays(comm, good)
+        bound, errors = measure.bind_all(comm.mpi, [(comm, good, x, out), (comm, bad, x, out)])
+        assert [b.case for b in bound] == [good]
+        assert isinstance(errors[bad], ArgumentError)
+        assert "GPUs only" in str(errors[bad])
