@@ -109,6 +109,12 @@ class SlabLayout:
         control = round_up(channels * CONTROL_BYTES, 4096)
         self.channel_bytes, template = self._regions(0)
         self._regions_of = [template if c == 0 else self._regions(c * self.channel_bytes)[1] for c in range(channels)]
+        widest = max(region.slot_stride for region in template.values() if region.copies > 1)
+        if widest >= 1 << 32:  # kernels multiply it in 32 bits
+            raise ArgumentError(
+                f"max_bytes {max_bytes} makes slots of {widest} bytes, which must be below 4 GiB: larger messages are "
+                "handled in pieces, so max_bytes may be smaller than they are"
+            )
         self.slab_bytes = round_up(control + channels * self.channel_bytes, SLAB_GRANULE)
 
     def _regions(self, start: int) -> tuple[int, dict[str, Region]]:

@@ -629,9 +629,9 @@ def expected(protocol: Protocol, n: int) -> Expected:
         for e, (_, looks) in zip(phases, _sites(protocol, n), strict=True)
     )
     pushes = sum(pushes for pushes, _ in _sites(protocol, n))
-    # Setting back: both halves of each rank's slot, once for each region.
+    # Setting back: a cell of each rank's slot, once for each region.
     regions = {e.name: e for e in phases}.values()
-    rearming = sum(2 * n for e in regions if e.rearm_bytes_per_cell == CELL_WIDTH)
+    rearming = sum(n for e in regions if e.rearm_bytes_per_cell == CELL_WIDTH)
     # A flag is looked at once before the clock is thought of, and then in the wait.
     chunked = sum(e.max_chunks > 0 for e in phases)
     return Expected(loads, pushes + rearming, 2 * chunked, chunked)

@@ -181,8 +181,16 @@ FC_DEVICE u64 now_ns() {
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
   return t;
 }
-// The value is computed here, not later: work that fits into the time of a load that was just asked for.
-FC_DEVICE void compute_now(u64 v) { asm volatile("" ::"l"(v)); }
+// The value, computed here and kept in a register. Without it the compiler works addresses out anew wherever they are used,
+// in every round of a poll too, from parameters whose loads take as long as ten instructions.
+FC_DEVICE u64 pinned(u64 v) {
+  asm volatile("" : "+l"(v));
+  return v;
+}
+FC_DEVICE u32 pinned(u32 v) {
+  asm volatile("" : "+r"(v));
+  return v;
+}
 // Dependent launch (sm_90 on; nothing happens where the launch did not ask for it). A grid may begin while the stream's one
 // before it ends. launch_wait() returns when that one is complete and its stores are visible; before it a kernel touches
 // nothing that any kernel writes: not the input, not the slab, not the epoch. A trigger lets the next grid be scheduled, when

@@ -64,14 +64,17 @@ class Turn {
     if constexpr (kLamport) {
       const u32 first = blockIdx.x * blockDim.x + threadIdx.x, stride = gridDim.x * blockDim.x;
       const u32 before = copy_ == 0 ? 2 : copy_ - 1;
-#pragma unroll
+      const u32 between = pinned(u32(g.slot_stride));
+#pragma unroll 1
       for (u32 half = 0; half < 2; half++) {
         if ((before_halves_ >> half & 1u) == 0) continue;
         const u64 base = p.slab[p.rank] + g.offset + before * g.copy_stride + half * g.half_stride;
+#pragma unroll 1
         for (u32 c = first; c < before_cells_; c += stride) {
+          const u64 at = pinned(base + c * 16ull);
 #pragma unroll
           for (u32 r = 0; r < FC_N; r++) {
-            if (r != p.rank) Wire::rearm(reinterpret_cast<Cell*>(base + r * g.slot_stride) + c);
+            if (r != p.rank) Wire::rearm(reinterpret_cast<Cell*>(at + u64(r) * between));
           }
         }
       }
@@ -172,25 +175,29 @@ class Slots {
   // Addresses first, since they need nothing from memory; begin() follows when the call's number is known.
   FC_DEVICE Slots(const Params& p, const Region& g, u32 half) : p_(p), g_(g) {
     const u64 at = g.offset + half * g.half_stride;
-    mine_ = p.slab[p.rank] + at;
+    mine_ = pinned(p.slab[p.rank] + at);
+    in_theirs_ = pinned(at + p.rank * g.slot_stride);
+    between_ = pinned(u32(g.slot_stride));
 #pragma unroll
-    for (u32 j = 1; kAddressesFirst && j < FC_N; j++) {
-      theirs_[j] = p.slab[behind(j)] + at + p.rank * g.slot_stride;
-      compute_now(theirs_[j]);
-    }
+    for (u32 j = 1; kAddressesFirst && j < FC_N; j++) theirs_[j] = pinned(p.slab[behind(j)] + in_theirs_);
   }
   FC_DEVICE void begin(const Turn<Wire>& turn) {
     e_ = turn.epoch();
-    shift_ = turn.copy() * g_.copy_stride;
+    shift_ = pinned(turn.copy() * g_.copy_stride);
   }
 
   // Writes one cell to every peer, beginning behind my own rank, so that the ranks do not all push to the same one first.
   FC_DEVICE void push(u32 cell, Payload v) const {
+    const u64 at = pinned(inside(cell));
 #pragma unroll
-    for (u32 j = 1; j < FC_N; j++) Wire::put(cell_at(kAddressesFirst ? theirs_[j] : to(behind(j)), cell), v, e_);
+    for (u32 j = 1; j < FC_N; j++) {
+      Wire::put(reinterpret_cast<Cell*>((kAddressesFirst ? theirs_[j] : to(behind(j))) + at), v, e_);
+    }
   }
   // Writes one cell to one peer.
-  FC_DEVICE void push_to(u32 peer, u32 cell, Payload v) const { Wire::put(cell_at(to(peer), cell), v, e_); }
+  FC_DEVICE void push_to(u32 peer, u32 cell, Payload v) const {
+    Wire::put(reinterpret_cast<Cell*>(to(peer) + inside(cell)), v, e_);
+  }
 
   // Chunked wires: says to these peers that this block's chunk is complete, resp. waits until theirs are here. Thread r
   // speaks with rank r.
@@ -211,12 +218,13 @@ class Slots {
   // Takes one cell of each of these peers into got[peer] and leaves the others alone. All are looked at together, then
   // only those that were not there. Returns false if the wait expired. `peers` is alike for lanes that look together.
   FC_DEVICE bool take(u32 cell, u32 peers, Cell* got) const {
+    const u64 at = pinned(mine_ + inside(cell));
     u32 missing = peers;
     Wait wait;
     while (true) {
 #pragma unroll
       for (u32 r = 0; r < FC_N; r++) {
-        if (missing >> r & 1u) got[r] = Wire::look(cell_at(from(r), cell));
+        if (missing >> r & 1u) got[r] = Wire::look(reinterpret_cast<const Cell*>(at + u64(r) * between_));
       }
 #pragma unroll
       for (u32 r = 0; r < FC_N; r++) {
@@ -231,7 +239,7 @@ class Slots {
     if (Wire::kSecondLook) {
 #pragma unroll
       for (u32 r = 0; r < FC_N; r++) {
-        if (peers >> r & 1u) got[r] = Wire::look(cell_at(from(r), cell));
+        if (peers >> r & 1u) got[r] = Wire::look(reinterpret_cast<const Cell*>(at + u64(r) * between_));
       }
     }
     return true;
@@ -243,7 +251,7 @@ class Slots {
     const Cell* at[kMost];  // worked out once, not in every round of polling
     u32 missing = 0;
     each([&](u32 k, u32 peer, u32 cell) {
-      at[k] = cell_at(from(peer), cell);
+      at[k] = reinterpret_cast<const Cell*>(pinned(from(peer) + inside(cell)));
       missing |= 1u << k;
     });
     const u32 wanted = missing;
@@ -285,17 +293,16 @@ class Slots {
 
  private:
   // Where a peer's payload lands in copy 0 of my slots; where mine lands in a peer's.
-  FC_DEVICE u64 from(u32 peer) const { return mine_ + peer * g_.slot_stride; }
-  FC_DEVICE u64 to(u32 peer) const { return p_.slab[peer] + (mine_ - p_.slab[p_.rank]) + p_.rank * g_.slot_stride; }
-  FC_DEVICE Cell* cell_at(u64 slot, u32 cell) const {
-    return reinterpret_cast<Cell*>(slot + shift_ + Wire::kHeaderBytes) + cell;
-  }
+  FC_DEVICE u64 from(u32 peer) const { return mine_ + u64(peer) * between_; }
+  FC_DEVICE u64 to(u32 peer) const { return p_.slab[peer] + in_theirs_; }
+  // From there to a cell of this call's copy.
+  FC_DEVICE u64 inside(u32 cell) const { return shift_ + Wire::kHeaderBytes + cell * 16ull; }
   FC_DEVICE u32* flag_of(u64 slot, u32 chunk) const { return reinterpret_cast<u32*>(slot + shift_) + chunk; }
 
   const Params& p_;
   const Region& g_;
-  u64 mine_, theirs_[FC_N], shift_;
-  u32 e_;
+  u64 mine_, in_theirs_, theirs_[FC_N], shift_;
+  u32 e_, between_;  // bytes between two sources' slots: below 4 GiB, as the layout sees to
 };
 
 }  // namespace fc

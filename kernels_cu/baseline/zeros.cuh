@@ -30,10 +30,10 @@ FC_DEVICE bool complete(Cell c) {
           signs_of_zeros<T>(c.w[3])) == 0;
 }
 
-// Where a call's cells lie: [copy][source][cell] of region[0].
-FC_DEVICE Cell* slot(const Params& p, u32 owner, u32 copy, u32 source, u64 cell) {
+// Where a call's cells lie: [copy][source][cell] of region[0]. Here: rank 0's of my own slots.
+FC_DEVICE u64 from_first(const Params& p, u32 copy, u64 cell) {
   const Region& g = p.region[0];
-  return reinterpret_cast<Cell*>(p.slab[owner] + g.offset + copy * g.copy_stride + source * g.slot_stride) + cell;
+  return pinned(p.slab[p.rank] + g.offset + copy * g.copy_stride + cell * 16);
 }
 
 // Writes a cell to every rank's slot, my own included; beginning with that, so that the ranks do not all push to the same
@@ -41,22 +41,26 @@ FC_DEVICE Cell* slot(const Params& p, u32 owner, u32 copy, u32 source, u64 cell)
 template <class T>
 FC_DEVICE void push(const Params& p, u32 copy, u64 cell, Cell v) {
   v = without_zeros<T>(v);
+  const Region& g = p.region[0];
+  const u64 at = pinned(g.offset + copy * g.copy_stride + p.rank * g.slot_stride + cell * 16);
 #pragma unroll
   for (u32 j = 0; j < FC_N; j++) {
     const u32 r = p.rank + j < FC_N ? p.rank + j : p.rank + j - FC_N;
-    st_relaxed_sys(slot(p, r, copy, p.rank, cell), v);
+    st_relaxed_sys(reinterpret_cast<Cell*>(p.slab[r] + at), v);
   }
 }
 
 // Takes all ranks' cells. All are looked at together, then only those that were not there. False if the wait expired.
 template <class T>
 FC_DEVICE bool take(const Params& p, u32 e, u32 copy, u64 cell, Cell* got) {
+  const u64 at = from_first(p, copy, cell);
+  const u32 between = pinned(u32(p.region[0].slot_stride));
   u32 missing = (1u << FC_N) - 1;
   Wait wait;
   while (true) {
 #pragma unroll
     for (u32 r = 0; r < FC_N; r++) {
-      if (missing >> r & 1u) got[r] = ld_relaxed_sys(slot(p, p.rank, copy, r, cell));
+      if (missing >> r & 1u) got[r] = ld_relaxed_sys(reinterpret_cast<Cell*>(at + u64(r) * between));
     }
 #pragma unroll
     for (u32 r = 0; r < FC_N; r++) {
@@ -70,8 +74,12 @@ FC_DEVICE bool take(const Params& p, u32 e, u32 copy, u64 cell, Cell* got) {
 }
 
 FC_DEVICE void clear(const Params& p, u32 copy, u64 cell) {
+  const u64 at = from_first(p, copy, cell);
+  const u32 between = pinned(u32(p.region[0].slot_stride));
 #pragma unroll
-  for (u32 r = 0; r < FC_N; r++) st_relaxed_sys(slot(p, p.rank, copy, r, cell), Cell{{0, 0, 0, 0}});
+  for (u32 r = 0; r < FC_N; r++) {
+    st_relaxed_sys(reinterpret_cast<Cell*>(at + u64(r) * between), Cell{{0, 0, 0, 0}});
+  }
 }
 
 }  // namespace zeros

@@ -229,3 +229,11 @@ def test_regions_are_frozen() -> None:
     region: Region = SlabLayout(2, 1024).regions()["ll"]
     with pytest.raises(AttributeError):
         region.offset = 0  # type: ignore[misc]
+
+
+def test_slots_of_four_gibibytes_are_refused_with_the_numbers() -> None:
+    SlabLayout(2, 1 << 30)
+    with pytest.raises(
+        ArgumentError, match=r"max_bytes 2147483648 makes slots of \d+ bytes, which must be below 4 GiB"
+    ):
+        SlabLayout(2, 2 << 30)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mpi4py import MPI
 
-import fcomm
 from fcomm import checks, measure
 from fcomm.errors import ArgumentError, DeviceError, FcommError, HangError
 from fcomm.measure import ROUNDS, Case
@@ -351,13 +351,18 @@ def test_age_is_that_of_the_process() -> None:
     assert 0 < measure.age_s() < 3600
 
 
-def test_what_cannot_be_made_ready_keeps_its_kind_of_error() -> None:
+def test_what_cannot_be_made_ready_keeps_its_kind_of_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a sweep can tell what is not admitted from what failed."""
-    with fcomm.Communicator(MPI.COMM_SELF, backend="cpu", max_bytes=1024) as comm:
-        good = Case("all_reduce", measure.COPY, "float32", 64, 1, "host")
-        bad = Case("all_reduce", measure.COPY, "float32", 64, 1, "graph")
-        x, out = measure.arrays(comm, good)
-        bound, errors = measure.bind_all(comm.mpi, [(comm, good, x, out), (comm, bad, x, out)])
-        assert [b.case for b in bound] == [good]
-        assert isinstance(errors[bad], ArgumentError)
-        assert "GPUs only" in str(errors[bad])
+
+    def bind(_comm: Any, case: Case, _x: Any, _out: Any) -> Any:
+        if case.nbytes > 64:
+            raise ArgumentError("a grid of 66 blocks has no room here")
+        return lambda: None
+
+    monkeypatch.setitem(measure.MODES, "host", replace(measure.MODES["host"], bind=bind))
+    good = Case("all_reduce", measure.COPY, "float32", 64, 1, "host")
+    bad = replace(good, nbytes=128)
+    comm: Any = SimpleNamespace()
+    bound, errors = measure.bind_all(MPI.COMM_SELF, [(comm, good, None, None), (comm, bad, None, None)])
+    assert [b.case for b in bound] == [good]
+    assert isinstance(errors[bad], ArgumentError)
