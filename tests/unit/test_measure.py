@@ -359,7 +359,7 @@ def test_what_cannot_be_made_ready_keeps_its_kind_of_error(monkeypatch: pytest.M
             raise ArgumentError("a grid of 66 blocks has no room here")
         return lambda: None
 
-    monkeypatch.setitem(measure.MODES, "host", replace(measure.MODES["host"], bind=bind))
+    monkeypatch.setattr(measure, "MODES", {"host": replace(measure.MODES["host"], bind=bind)})
     good = Case("all_reduce", measure.COPY, "float32", 64, 1, "host")
     bad = replace(good, nbytes=128)
     comm: Any = SimpleNamespace()
