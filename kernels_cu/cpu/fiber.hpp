@@ -157,16 +157,16 @@ struct Arena {
   }
 };
 
-inline void* first_frame(char* stack_top) {
+inline void* first_frame(char* stack_top, void (*entry)()) {
   uintptr_t* sp = reinterpret_cast<uintptr_t*>(stack_top);
 #if defined(__x86_64__)
-  *--sp = 0;  // the return address of fiber_main, which never returns; keeps rsp + 8 a multiple of 16 at its entry
-  *--sp = reinterpret_cast<uintptr_t>(&fiber_main);
+  *--sp = 0;  // the return address of entry(), which never returns; keeps rsp + 8 a multiple of 16 there
+  *--sp = reinterpret_cast<uintptr_t>(entry);
   for (int i = 0; i < 6; i++) *--sp = 0;
 #else
   sp -= 20;
   for (int i = 0; i < 20; i++) sp[i] = 0;
-  sp[11] = reinterpret_cast<uintptr_t>(&fiber_main);  // x30
+  sp[11] = reinterpret_cast<uintptr_t>(entry);  // x30
 #endif
   return sp;
 }
@@ -186,7 +186,7 @@ inline int run_grid(unsigned blocks, unsigned threads, void (*body)(const void*)
   }
   for (unsigned b = 0; b < blocks; b++) block[b] = Block{b, threads, {0, 0}, warp + b * warps_per_block};
   for (size_t i = 0; i < count; i++) {
-    fibers[i] = Fiber{first_frame(memory + (i + 1) * kStackBytes), block + i / threads, unsigned(i % threads), false};
+    fibers[i] = Fiber{first_frame(memory + (i + 1) * kStackBytes, fiber_main), block + i / threads, unsigned(i % threads), false};
   }
   Grid g = {fibers, unsigned(count), 0, unsigned(count), blocks, threads, nullptr, body, argument};
   grid() = &g;
