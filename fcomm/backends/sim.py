@@ -1,6 +1,6 @@
 """The simulator: all ranks in one process, under one seeded scheduler, with a weak memory.
 
-It runs the kernels' own text, compiled against ``kernels_cu/sim``. The engine (``kernels_cu/sim/engine.cpp``) says what its
+It runs the kernels' own text, compiled against ``kernels_cu/sim``. The engine (``kernels_cu/sim/engine.hpp``) says what its
 memory allows; this module says what a machine looks like to it. It has no communicator: `fcomm.verify` is its user.
 """
 
@@ -117,7 +117,7 @@ def array_base(rank: int) -> int:
 @cache
 def engine() -> ctypes.CDLL:
     """The engine, compiled or found on disk."""
-    text = flatten((kernel_root() / "sim" / "engine.cpp").read_text())
+    text = flatten((kernel_root() / "sim" / "engine.hpp").read_text())
     made = ctypes.CDLL(str(cpu.build_text(text, "engine", "sim", ENGINE_FLAGS)))
     made.sim_new.restype = made.sim_machine.restype = made.sim_array.restype = ctypes.c_void_p
     sizes = tuple((ctypes.c_uint * 4).in_dll(made, "sim_sizes"))

@@ -16,6 +16,7 @@
 //
 // Schedules. Everything that is undetermined is a decision: who runs next, which message is read, where a store lands. A
 // decision comes from a generator seeded with the schedule's number, or from a list that enumerates all of them.
+#pragma once
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
