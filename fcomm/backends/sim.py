@@ -101,7 +101,7 @@ EVENTS = (
 NOBODY = 0xFFFF
 """Writer of what memory held before the first call."""
 _NO_SOURCE = 255
-_REMOTE_WRITES, _REMOTE_READS, _OWN_WRITES, _OWN_READS, _CHECKED, _SENTINEL, _LINE = (1 << k for k in range(7))
+_REMOTE_WRITES, _REMOTE_READS, _OWN_WRITES, _OWN_READS, _CHECKED, _SENTINEL, _LINE, _WORDS = (1 << k for k in range(8))
 
 
 def slab_base(rank: int) -> int:
@@ -214,7 +214,7 @@ def tables(
     flags = np.zeros(cells, np.uint8)
     control = round_up(layout.channels * CONTROL_BYTES, 4096) // CELL_BYTES
     grain[:control] = 4
-    flags[:control] = _OWN_READS | _OWN_WRITES
+    flags[:control] = _OWN_READS | _OWN_WRITES | _WORDS
     names = {(shared or {}).get(r, r) for p in used for r in p.regions}
     for channel in range(layout.channels):
         for region in layout.regions(channel).values():
@@ -222,10 +222,11 @@ def tables(
             encoding = ENCODINGS.get(region.name)
             if region.name.endswith("_state") or region.name == "staging":
                 end = first + region.slot_stride // CELL_BYTES
-                if region.name != "staging":
-                    grain[first:end] = 4
                 if region.name in names:
                     flags[first:end] = _OWN_READS | _OWN_WRITES | _REMOTE_WRITES | _REMOTE_READS
+                if region.name != "staging":
+                    grain[first:end] = 4
+                    flags[first:end] |= _WORDS
                 continue
             rights = _OWN_WRITES if region.scrubbed else 0
             if region.name in names:

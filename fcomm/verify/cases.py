@@ -58,6 +58,8 @@ class Case:
     replays: int = 1
     """How often the calls are made, as by a graph: with the same arguments each time."""
     launch: str = "none"
+    step_blocks: int = 1
+    """Blocks of the steps' grids."""
     devices: int = 0
     """Devices that the ranks share, taking turns; 0: one for each."""
     in_place: bool = False
@@ -68,6 +70,10 @@ class Case:
     """Length of the scrubbing window, in calls before the epoch wraps; 0: the real one."""
     data: int = 0
     """Seed of the inputs."""
+    lookalike: bool = False
+    """Most words of the inputs are numbers of calls, as evidence is."""
+    max_bytes: int = MAX_BYTES
+    """Message size that the slabs are made for."""
     faults: frozenset[str] = frozenset()
     weak: bool = True
 
@@ -115,8 +121,9 @@ def _input(case: Case, proto: Protocol, call: int, rank: int, count: int) -> NDA
         return x
     x = checks.inputs([case.data, call], rank, case.ranks, count, DTYPE)
     words = x.view(np.uint32)
-    for k in np.flatnonzero(rng.random(count) < 0.15):
-        words[k] = rng.choice(np.array([0, 0x80000000, 0xFFFFFFFF, 0x7F800000, 1, *range(2, 10)], np.uint32))
+    special = np.array([0, 0x80000000, 0xFFFFFFFF, 0x7F800000, 1, *range(2, 10)], np.uint32)
+    for k in np.flatnonzero(rng.random(count) < (0.9 if case.lookalike else 0.15)):
+        words[k] = rng.integers(FIRST_EPOCH, 10) if case.lookalike else rng.choice(special)
     return x
 
 
@@ -150,7 +157,7 @@ def make_world(case: Case, link: sim.Link, kernels: Kernels, regions: Mapping[st
     n = case.ranks
     if n < 2:
         raise ArgumentError(f"{n} ranks: an exchange needs at least two")
-    layout = SlabLayout(n, MAX_BYTES)
+    layout = SlabLayout(n, case.max_bytes)
     protos = case.protocols
     images = []
     for rank in range(n):
@@ -178,7 +185,7 @@ def make_world(case: Case, link: sim.Link, kernels: Kernels, regions: Mapping[st
         _rank_program(case, world, layout, kernels, rank, made, extent, dict(regions or {}))
     rooms = max(_rooms(case, p) for p in protos)
     world.capacity = [
-        rooms * sum(max(c.blocks_of(r) for c in case.calls) for r in range(n) if world.device_of[r] == d)
+        rooms * sum(max(case.step_blocks, *(c.blocks_of(r) for c in case.calls)) for r in range(n) if world.device_of[r] == d)
         for d in range(case.devices or n)
     ]
     return world
@@ -199,7 +206,6 @@ def _rank_program(
     in_base = sim.array_base(rank) + case.shift
     nodes: list[NDArray[np.void]] = []
     before: sim.Launch | None = None
-    waits = "no wait" not in case.faults
     for k, call in enumerate(made):
         proto = protocol(call.protocol)
         xs = [_input(case, proto, k, r, call.count) for r in range(n)]
@@ -235,9 +241,9 @@ def _rank_program(
             if case.scrub_calls:
                 p["scrub_from"] = (1 << 32) - case.scrub_calls
                 cells = -(-layout.scrub_bytes // 16)
-                p["scrub_cells"] = -(-cells // max(1, case.scrub_calls // 4 - 1))
+                p["scrub_cells"] = -(-cells // max(1, case.scrub_calls // 4 - 1))  # twice around each copy
             nodes.append(p)
-        world.launches.append(_step(rank, k, before, in_at, xs[rank].view(np.uint8), dependent, waits))
+        world.launches.append(_step(case, rank, k, before, in_at, xs[rank].view(np.uint8)))
         if nbytes > 0 or "empty calls" in case.faults:
             world.launches.append(
                 sim.Launch(
@@ -248,19 +254,16 @@ def _rank_program(
             )  # fmt: skip
             before = world.launches[-1]
         world.kept += [want, xs, nodes]
-    world.launches.append(_step(rank, len(made), before, in_base, np.zeros(0, np.uint8), dependent, waits))
+    world.launches.append(_step(case, rank, len(made), before, in_base, np.zeros(0, np.uint8)))
 
 
 def _step(
-    rank: int,
-    call: int,
-    before: sim.Launch | None,
-    fill_at: int,
-    fill: NDArray[np.uint8],
-    dependent: bool,
-    waits: bool,
+    case: Case, rank: int, call: int, before: sim.Launch | None, fill_at: int, fill: NDArray[np.uint8]
 ) -> sim.Launch:
-    step = sim.Launch(rank, call, dependent=dependent, waits=waits, fill_at=fill_at, fill=fill)
+    waits = "no wait" not in case.faults
+    step = sim.Launch(
+        rank, call, blocks=case.step_blocks, dependent=case.launch != "none", waits=waits, fill_at=fill_at, fill=fill
+    )
     if before is not None:
         step = replace(step, out_at=before.out_at, out_bytes=before.out_bytes, expected=before.expected)
     return step
@@ -309,6 +312,7 @@ def drawn(
         threads,
         -(-number // nodes),
         launch,
+        int(rng.choice([1, 3])),
         int(rng.choice([0, 1, 2], p=[0.5, 0.3, 0.2])),
         bool(rng.random() < 0.3) and not aligned_only,
         shift,

@@ -56,6 +56,7 @@ enum CellFlags : u8 {
   kChecked = 16,   // what a peer stores here is read before it is overwritten
   kSentinel = 32,  // empty cells hold a word that says so
   kLine = 64,      // cells are written a line at a time
+  kWords = 128,    // counters and the like: no payload
 };
 
 struct Setup {
@@ -138,7 +139,7 @@ enum State : u8 { kRunnable, kIdle, kBlocked, kDone };
 
 struct Seen {
   u64 cell;
-  u8 fresh, old, empty;
+  u8 fresh, old, empty, later;  // of this call, of an earlier one, of none, of a later one
 };
 
 struct Fiber {
@@ -311,7 +312,7 @@ class Sim {
     const u32 owner = owner_of(at, bytes, false);
     const u64 offset = at - kSlabBase(owner);
     u8* out = static_cast<u8*>(value);
-    Seen seen = {at & ~15ull, 0, 0, 0};
+    Seen seen = {at & ~15ull, 0, 0, 0, 0};
     for (u32 done = 0; done < bytes;) {
       decision_point();
       Location& l = location(owner, offset + done);
@@ -988,6 +989,8 @@ class Sim {
         seen->empty = 1;
       } else if (m.call == f->grid->launch->call) {
         seen->fresh = 1;
+      } else if (m.call > f->grid->launch->call) {
+        seen->later = 1;
       } else {
         seen->old = 1;
       }
@@ -1144,7 +1147,7 @@ class Sim {
       const Seen& s = f->seen[i];
       if (std::find(done.begin(), done.end(), s.cell) != done.end()) continue;
       done.push_back(s.cell);
-      if (!s.old && !s.empty) continue;
+      if (!s.old && !s.empty && !s.later) continue;
       const u32 owner = u32(s.cell >> 33) - 1;
       const u64 cell = (s.cell - kSlabBase(owner)) / 16;
       const u8 flags = setup_.flags[cell];
@@ -1155,7 +1158,7 @@ class Sim {
           for (const Message& m : location(owner, first + 16 * k).history) torn |= m.rank != 0xffff && m.call == l.call && !m.rearm;
         }
       }
-      const u32 found = torn ? kTorn : s.empty && (flags & kSentinel) ? kEmpty : kStale;
+      const u32 found = s.later ? kUnread : torn ? kTorn : s.empty && (flags & kSentinel) ? kEmpty : kStale;
       if (kind == kNone || found == kTorn) {
         kind = found;
         at_of_violation_ = s.cell;
@@ -1170,8 +1173,8 @@ class Sim {
 
   void remember(const Seen& s) {
     Fiber* f = self_;
-    const u64 owner = (s.cell >> 33) - 1;
-    if ((s.cell - kSlabBase(u32(owner))) < 4096) return;  // control words
+    const u32 owner = u32(s.cell >> 33) - 1;
+    if (setup_.flags[(s.cell - kSlabBase(owner)) / 16] & kWords) return;
     if (!f->seen.empty() && f->seen.back().cell == s.cell && f->seen.size() > f->seen_now) {
       f->seen.back() = s;  // polled again
     } else {
@@ -1180,9 +1183,11 @@ class Sim {
     f->loads_since_output = true;
   }
 
-  // A step: what follows a collective in its stream. It reads the result and stores the next call's input.
+  // A step: what follows a collective in its stream. It reads the result and stores the next call's input. Its first block
+  // does; others take room.
   void step(const Launch& l) {
     if (l.waits) launch_wait();
+    if (self_->context.block != 0) return;
     note(kEStep, l.out_at, u32(l.out_bytes), 0, 0, 0, 0, nullptr);
     u8 word[4];
     decision_point();
