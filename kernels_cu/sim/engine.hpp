@@ -381,7 +381,9 @@ class Sim {
         put(m, 0, 16, reinterpret_cast<u8*>(g.cells[first + k]));
         line_ts[k] = insert_behind(l, m, g.lane[first + k], behind);
         note(kELine, l.at, 16, 0, m.rank, m.call, behind, m.w);
+        if (trace_) trace_[(trace_made_ - 1) % trace_room_].thread = g.lane[first + k]->context.thread;
       }
+      for (u32 k = 0; k < n; k++) check_around(locations_[line[k]], line_ts[k]);
     }
     changed(owner);
     open(g);
@@ -1043,6 +1045,7 @@ class Sim {
         }
       }
     }
+    check_around(l, m.ts);
   }
   int insert_behind(Location& l, Message& m, Fiber* f, u32 behind) {
     auto& h = l.history;
@@ -1054,11 +1057,15 @@ class Sim {
     h.insert(h.begin() + long(at), m);
     int& view = f->view[slots_ + id_of(l)];
     view = std::max(view, m.ts);
-    if (setup_.flags[l.cell] & kChecked) {
-      check_unread(l, at - 1, at);
-      if (at + 1 < h.size()) check_unread(l, at, at + 1);
-    }
     return m.ts;
+  }
+  // What the message with that timestamp covers, or is covered by.
+  void check_around(const Location& l, int ts) {
+    if (!(setup_.flags[l.cell] & kChecked)) return;
+    size_t at = l.history.size() - 1;
+    while (l.history[at].ts != ts) at--;
+    check_unread(l, at - 1, at);
+    if (at + 1 < l.history.size()) check_unread(l, at, at + 1);
   }
   // A message that a peer pushed and nobody has read is covered by another one.
   void check_unread(const Location& l, size_t below, size_t above) {
