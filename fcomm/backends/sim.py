@@ -318,9 +318,8 @@ class Simulator:
         self._handle = ctypes.c_void_p(self._engine.sim_new(ctypes.c_void_p(setup.ctypes.data)))
 
     def close(self) -> None:
-        if self._handle:
-            self._engine.sim_free(self._handle)
-            self._handle = ctypes.c_void_p()
+        self._engine.sim_free(self._handle)  # of a null pointer: nothing
+        self._handle = ctypes.c_void_p()
 
     def __enter__(self) -> Simulator:
         return self
@@ -335,7 +334,9 @@ class Simulator:
 
     def random(self, seed: int, count: int, seconds: float = 0.0) -> Outcome:
         """Runs schedules seed, seed + 1, ..., until one violates something (or, if given, that time is over)."""
-        return self._run("sim_random", ctypes.c_uint64(seed), ctypes.c_uint64(count), ctypes.c_double(seconds), None, 0, None)
+        return self._run(
+            "sim_random", ctypes.c_uint64(seed), ctypes.c_uint64(count), ctypes.c_double(seconds), None, 0, None
+        )
 
     def exhaust(self, departures: int, most: int, fresh: bool) -> Outcome:
         """Goes on (or begins) with all schedules that depart so often at most from the plain one; `more`: not through."""
@@ -369,8 +370,7 @@ class Simulator:
     def array(self, rank: int) -> NDArray[np.uint8]:
         """A rank's arrays as the last schedule left them."""
         at = self._engine.sim_array(self._handle, rank)
-        view = (ctypes.c_uint8 * self.world.array_bytes).from_address(at)
-        return np.frombuffer(view, np.uint8).copy()
+        return np.frombuffer(ctypes.string_at(at, self.world.array_bytes), np.uint8)
 
     def final_word(self, at: int) -> int:
         """The 32-bit word that a location of a slab ends with, in modification order."""

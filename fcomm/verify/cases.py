@@ -28,6 +28,8 @@ MAX_BYTES = 4096
 DTYPE = "float32"
 NEVER_NS = np.uint64(1 << 62)
 ALIGNMENT = 256
+TWO_GRIDS_IF_LATE = ("lamport_fp",)
+"""Baselines in which a thread that has nothing to wait for lets the next grid in, while others of its block still poll."""
 FAULTS = ("no wait", "empty calls", "short room", "shared region", "stale cells")
 """What a host can do wrong: a step that never waits; launching calls of no bytes; room for too few grids on a device; two
 encodings in one region; evidence of the last period of the epoch in the slots."""
@@ -141,12 +143,7 @@ def _rooms(case: Case, proto: Protocol) -> int:
     """Grids of a rank that its device has room for."""
     if "short room" in case.faults or case.launch == "none":
         return 1
-    # A trigger of a thread, which some baselines have from their originals, lets the next grid in while others still poll.
-    return 2 if case.launch == "early" or THREAD_TRIGGERS(proto) else 1
-
-
-def THREAD_TRIGGERS(proto: Protocol) -> bool:  # noqa: D103
-    return proto.name in ("custom_ar_v2", "custom_ar_v2.push", "sentinel.all_gather", "lamport_fp")
+    return 2 if case.launch == "early" or proto.name in TWO_GRIDS_IF_LATE else 1
 
 
 def make_world(case: Case, link: sim.Link, kernels: Kernels, regions: Mapping[str, str] | None = None) -> sim.World:
@@ -185,7 +182,8 @@ def make_world(case: Case, link: sim.Link, kernels: Kernels, regions: Mapping[st
         _rank_program(case, world, layout, kernels, rank, made, extent, dict(regions or {}))
     rooms = max(_rooms(case, p) for p in protos)
     world.capacity = [
-        rooms * sum(max(case.step_blocks, *(c.blocks_of(r) for c in case.calls)) for r in range(n) if world.device_of[r] == d)
+        rooms
+        * sum(max(case.step_blocks, *(c.blocks_of(r) for c in case.calls)) for r in range(n) if world.device_of[r] == d)
         for d in range(case.devices or n)
     ]
     return world

@@ -39,7 +39,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--exhaustive", type=int, metavar="DEPARTURES", nargs="?", const=3,
         help="2 ranks, 2 units, 4 calls: all schedules with so many departures (default 3) from the plain one",
     )  # fmt: skip
-    parser.add_argument("--sequential", action="store_true", help="sequentially consistent memory instead of the weak one")
+    parser.add_argument(
+        "--sequential", action="store_true", help="sequentially consistent memory instead of the weak one"
+    )
     parser.add_argument(
         "--mutants", metavar="FILE", nargs="?", const="",
         help="broken variants that must be caught: those of a file, or the shipped ones",
@@ -81,7 +83,9 @@ def main(options: argparse.Namespace, ranks: list[int], names: list[str]) -> int
         return _search(options, wanted, ranks, links, end, covered, named=bool(names))
     except KeyboardInterrupt:
         schedules, steps = sum(t.schedules for t in covered), sum(t.steps for t in covered)
-        print(f"interrupted; no violation in {schedules} schedules ({steps} steps) of {len(covered)} searches until then")
+        print(
+            f"interrupted; no violation in {schedules} schedules ({steps} steps) of {len(covered)} searches until then"
+        )
         for t in covered:
             print(f"  {_covered(t)}")
         return 130
@@ -113,7 +117,9 @@ def _search(
                 reason = proto.refusal(None, n, link.capabilities)
                 if reason is not None and not options.force:
                     if named:
-                        raise NotAdmittedError(f"{proto.name} is not admitted on {link.name}: {reason} (--force runs it)")
+                        raise NotAdmittedError(
+                            f"{proto.name} is not admitted on {link.name}: {reason} (--force runs it)"
+                        )
                     print(f"{proto.name}, {n} ranks, {link.name}: refused, {reason}")
                     continue
                 tally = Tally(proto, n, link, options.seed)

@@ -117,16 +117,17 @@ def exhaust(
     departures: int = EXHAUSTIVE_DEPARTURES,
     end: float | None = None,
     tick: Callable[[Tally], None] = lambda _: None,
+    most: int | None = None,
 ) -> None:
     """All schedules of `exhaustive_case` with up to so many departures: a preemption, an older message read, a store that
-    lands in front of a newer one.
+    lands in front of a newer one. most : schedules after which it stops.
     """
     case = exhaustive_case(tally.protocol)
     tally.cases = 1
     with sim.Simulator(make_world(case, tally.link, kernels)) as s:
         fresh, more = True, True
         while more and tally.found is None:
-            if end is not None and time.monotonic() > end:
+            if (end is not None and time.monotonic() > end) or (most is not None and tally.schedules >= most):
                 tally.complete = False
                 return
             outcome = s.exhaust(departures, 2000, fresh)
@@ -178,8 +179,8 @@ def _smaller(case: Case) -> Iterator[Case]:
         yield replace(case, calls=calls[: (len(calls) + 1) // 2])
         yield replace(case, calls=calls[:-1])
         yield replace(case, calls=calls[1:])
-    for smaller in (lambda x: x // 2, lambda x: x - 1):
-        counts = [_fitting(c, case.ranks, smaller(c.count)) for c in calls]
+    for halve in (True, False):
+        counts = [_fitting(c, case.ranks, c.count // 2 if halve else c.count - 1) for c in calls]
         if [c.count for c in calls] != counts:
             yield replace(case, calls=tuple(replace(c, count=k) for c, k in zip(calls, counts, strict=True)))
     if any(b > 1 for c in calls for b in c.blocks):
@@ -188,11 +189,14 @@ def _smaller(case: Case) -> Iterator[Case]:
     least = max(_least_threads(p) for p in case.protocols)
     if case.threads > least and case.threads // 2 >= max(least, 1):
         yield replace(case, threads=case.threads // 2)
-    for plain in (
-        {"launch": "none"}, {"devices": 0}, {"step_blocks": 1}, {"in_place": False}, {"shift": 0},
-        {"first_epoch": FIRST_EPOCH},
-    ):  # fmt: skip
-        other = replace(case, **plain)
+    for other in (
+        replace(case, launch="none"),
+        replace(case, devices=0),
+        replace(case, step_blocks=1),
+        replace(case, in_place=False),
+        replace(case, shift=0),
+        replace(case, first_epoch=FIRST_EPOCH),
+    ):
         if other != case:
             yield other
 

@@ -127,14 +127,18 @@ def sentence(event: np.void, places: Places) -> str:
 
 
 def _line(event: np.void, places: Places) -> str:
-    thread = "" if sim.EVENTS[event["event"]] in ("start", "end") else f" block {event['block']} thread {event['thread']}"
+    thread = (
+        "" if sim.EVENTS[event["event"]] in ("start", "end") else f" block {event['block']} thread {event['thread']}"
+    )
     return f"rank {event['rank']}, call {event['call']}{thread}: {sentence(event, places)}"
 
 
 def _relevant(found: Counterexample, places: Places) -> list[int]:
     """The last events of each rank that have to do with the violation."""
     events, outcome = found.events, found.outcome
-    group = 128 if outcome.at and any(e.name == "ll128" for p in found.case.protocols for e in p.encodings) else CELL_BYTES
+    group = (
+        128 if outcome.at and any(e.name == "ll128" for p in found.case.protocols for e in p.encodings) else CELL_BYTES
+    )
     kinds = events["event"]
     whole = np.isin(kinds, [sim.EVENTS.index(k) for k in _WHOLE])
     if outcome.at and not outcome.at >> 32 & 1:
@@ -182,7 +186,11 @@ def headline(found: Counterexample) -> str:
     who = f"rank {o.rank}, block {o.block}, thread {o.thread}, in call {o.call}"
     where = places.name(o.at) if o.at else "?"
     if o.kind == "write over unread data":
-        whose = f"; what rank {o.other_rank} pushed in call {o.other_call} was not read" if o.other_call or o.other_rank else ""
+        whose = (
+            f"; what rank {o.other_rank} pushed in call {o.other_call} was not read"
+            if o.other_call or o.other_rank
+            else ""
+        )
         return f"{o.kind}: {who}, at {where}{whose}"
     return f"{o.kind}: {who}, at {where}"
 

@@ -125,8 +125,8 @@ FC_DEVICE void st_relaxed_gpu(u32* p, u32 v) { __atomic_store_n(p, v, __ATOMIC_R
 FC_DEVICE u64 ld_relaxed_gpu(const u64* p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
 FC_DEVICE void st_relaxed_gpu(u64* p, u64 v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
 FC_DEVICE u32 atomic_inc_wrap(u32* p, u32 last) {  // all blocks of a rank run on one OS thread
-  const u32 old = *p;
-  *p = old >= last ? 0 : old + 1;
+  const u32 old = __atomic_load_n(p, __ATOMIC_RELAXED);
+  __atomic_store_n(p, old >= last ? 0 : old + 1, __ATOMIC_RELAXED);
   return old;
 }
 FC_DEVICE u32 atomic_exchange(u32* p, u32 value) { return __atomic_exchange_n(p, value, __ATOMIC_RELAXED); }

@@ -40,9 +40,9 @@ typedef unsigned long long u64;
 
 // ---- what the host tells and is told (fcomm/backends/sim.py has the same structs) -------------------------------------
 struct Launch {
-  u64 body, params;             // body 0: a step of the host's, which checks what the grid before it left and stores new input
+  u64 body, params;  // body 0: a step of the host's, which checks what the grid before it left and stores new input
   u64 in_at, in_bytes, out_at, out_bytes;
-  u64 expected;                 // address of out_bytes bytes, or 0
+  u64 expected;                   // address of out_bytes bytes, or 0
   u64 fill_at, fill_bytes, fill;  // a step's: fill_bytes bytes from address `fill` go to fill_at
   u32 rank, stream, blocks, threads, call, dependent, trigger, waits, alike, reserved;
 };
@@ -64,13 +64,13 @@ struct Setup {
   u32 line_bytes;  // of a line, what the link does not tear
   u32 reserved;
   u64 slab_bytes, array_bytes;
-  const u64* images;        // for each rank: address of slab_bytes bytes, the slab before the first call
-  const u8* grain;          // for each 16 bytes of a slab: 4, 8 or 16
-  const u8* source;         // the rank whose slot it is, or 255
+  const u64* images;  // for each rank: address of slab_bytes bytes, the slab before the first call
+  const u8* grain;    // for each 16 bytes of a slab: 4, 8 or 16
+  const u8* source;   // the rank whose slot it is, or 255
   const u8* flags;
-  const u32* device_of;     // for each rank
-  const u32* capacity;      // for each device: blocks that may be resident
-  const Launch* launch;     // each stream's in order
+  const u32* device_of;  // for each rank
+  const u32* capacity;   // for each device: blocks that may be resident
+  const Launch* launch;  // each stream's in order
 };
 
 enum Kind : u32 { kNone, kStale, kTorn, kEmpty, kUnread, kDeadlock, kWrong, kRankDependent, kOutside, kRace, kBudget };
@@ -82,7 +82,18 @@ struct Result {
 };
 
 enum Event : u32 {
-  kELoad, kEStore, kELine, kEModify, kEStart, kEEnd, kEWait, kETrigger, kEOutput, kEInput, kEStep, kEMeet,
+  kELoad,
+  kEStore,
+  kELine,
+  kEModify,
+  kEStart,
+  kEEnd,
+  kEWait,
+  kETrigger,
+  kEOutput,
+  kEInput,
+  kEStep,
+  kEMeet,
 };
 struct EventRecord {
   u64 at;
@@ -205,8 +216,8 @@ static thread_local Sim* sim = nullptr;
 class Sim {
  public:
   explicit Sim(const Setup& s) : setup_(s) {
-    machine_ = {&idle_context_, sim_load, sim_store, sim_line, sim_modify, sim_fence, sim_vote, sim_meet,
-                sim_pause, sim_wait, sim_trigger};
+    machine_ = {&idle_context_, sim_load, sim_store, sim_line, sim_modify, sim_fence,
+                sim_vote,       sim_meet, sim_pause, sim_wait, sim_trigger};
     id_.resize(s.ranks);
     for (auto& v : id_) v.assign(s.slab_bytes / 4, 0);
     array_.resize(s.ranks);
@@ -883,7 +894,8 @@ class Sim {
   // The rank whose slab an access goes to, if it may.
   u32 owner_of(u64 at, u32 bytes, bool write) {
     const u32 owner = u32(at >> 33) - 1, rank = self_->grid->launch->rank;
-    if ((at >> 33) == 0 || owner >= setup_.ranks || (at - kSlabBase(owner)) + bytes > setup_.slab_bytes || at % (bytes < 16 ? bytes : 16)) {
+    if ((at >> 33) == 0 || owner >= setup_.ranks || (at - kSlabBase(owner)) + bytes > setup_.slab_bytes ||
+        at % (bytes < 16 ? bytes : 16)) {
       violation(kOutside, at, bytes);
     }
     const u64 cell = (at - kSlabBase(owner)) / 16;
@@ -1082,7 +1094,8 @@ class Sim {
     const Launch& l = *f->grid->launch;
     if (((at >> 33) == 0 || u32(at >> 33) > setup_.ranks) || at < kArrayBase(l.rank) ||
         at + bytes > kArrayBase(l.rank) + setup_.array_bytes) {
-      const bool slab = (at >> 33) != 0 && u32(at >> 33) <= setup_.ranks && at - kSlabBase(u32(at >> 33) - 1) < setup_.slab_bytes;
+      const bool slab =
+          (at >> 33) != 0 && u32(at >> 33) <= setup_.ranks && at - kSlabBase(u32(at >> 33) - 1) < setup_.slab_bytes;
       violation(slab ? kRace : kOutside, at, bytes);  // a plain access where peers store
     }
     if (l.body) {
@@ -1162,7 +1175,8 @@ class Sim {
       if (flags & kLine && !torn) {  // another part of the line is this call's
         const u64 first = (s.cell - kSlabBase(owner)) & ~127ull;
         for (u32 k = 0; k < 8; k++) {
-          for (const Message& m : location(owner, first + 16 * k).history) torn |= m.rank != 0xffff && m.call == l.call && !m.rearm;
+          for (const Message& m : location(owner, first + 16 * k).history)
+            torn |= m.rank != 0xffff && m.call == l.call && !m.rearm;
         }
       }
       const u32 found = s.later ? kUnread : torn ? kTorn : s.empty && (flags & kSentinel) ? kEmpty : kStale;
@@ -1263,7 +1277,8 @@ class Sim {
     e.from_rank = from_rank;
     e.from_call = from_call;
     e.behind = behind;
-    const u32 words = at >= 4096 && values ? (event == kELine || event == kEOutput ? 4 : std::min(4u, std::max(1u, bytes / 4))) : 0;
+    const u32 words =
+        at >= 4096 && values ? (event == kELine || event == kEOutput ? 4 : std::min(4u, std::max(1u, bytes / 4))) : 0;
     for (u32 i = 0; i < words; i++) e.values[i] = values[i];
     keep(e);
   }

@@ -105,13 +105,11 @@ FC_DEVICE void st_plain(T* p, T v) {
 
 }  // namespace fc
 
-#define FC_KERNEL(call)                                                                                    \
-  namespace fc_sim {                                                                                       \
-  extern "C" __attribute__((visibility("hidden"))) Machine* fc_machine = nullptr;                          \
-  }                                                                                                        \
-  extern "C" __attribute__((visibility("default"))) void fc_bind(fc_sim::Machine* m) {                     \
-    fc_sim::fc_machine = m;                                                                                \
-  }                                                                                                        \
-  extern "C" __attribute__((visibility("default"))) void fc_body(const void* p) {                          \
-    call(*static_cast<const fc::Params*>(p));                                                              \
+#define FC_KERNEL(call)                                                                                          \
+  namespace fc_sim {                                                                                             \
+  extern "C" __attribute__((visibility("hidden"))) Machine* fc_machine = nullptr;                                \
+  }                                                                                                              \
+  extern "C" __attribute__((visibility("default"))) void fc_bind(fc_sim::Machine* m) { fc_sim::fc_machine = m; } \
+  extern "C" __attribute__((visibility("default"))) void fc_body(const void* p) {                                \
+    call(*static_cast<const fc::Params*>(p));                                                                    \
   }

@@ -99,7 +99,9 @@ def programs() -> Iterator[Program]:
     mp = [[w("x", 1), w("y", 1)], [r("y"), r("x")]]
     for f in every:
         yield Program(f"MP {f}", [fenced(t, f) for t in mp], none if f is None else frozenset({(1, 0)}))
-    yield Program("MP release, acquire", [[w("x", 1), w("y", 1, "Wrel")], [r("y", "Racq"), r("x")]], frozenset({(1, 0)}))
+    yield Program(
+        "MP release, acquire", [[w("x", 1), w("y", 1, "Wrel")], [r("y", "Racq"), r("x")]], frozenset({(1, 0)})
+    )
     yield Program("MP release, relaxed", [[w("x", 1), w("y", 1, "Wrel")], [r("y"), r("x")]], none)
     yield Program("MP relaxed, acquire", [[w("x", 1), w("y", 1)], [r("y", "Racq"), r("x")]], none)
     sb = [[w("x", 1), r("y")], [w("y", 1), r("x")]]
@@ -108,7 +110,11 @@ def programs() -> Iterator[Program]:
     two = [[w("x", 1), w("y", 2)], [w("y", 1), w("x", 2)]]
     for f in every:
         yield Program(
-            f"2+2W {f}", [fenced(t, f) for t in two], frozenset({(1, 1)}) if f == "sc" else none, "xy", final_values=(1, 2)
+            f"2+2W {f}",
+            [fenced(t, f) for t in two],
+            frozenset({(1, 1)}) if f == "sc" else none,
+            "xy",
+            final_values=(1, 2),
         )
     yield Program("CoRR", [[w("x", 1)], [r("x"), r("x")]], frozenset({(1, 0)}))
     corr = [[w("x", 1)], [w("x", 2)], [r("x"), r("x")], [r("x"), r("x")]]
