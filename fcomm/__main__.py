@@ -1,4 +1,6 @@
-"""`python -m fcomm info | explain | build`: what is here, what may run, what a call would use, what kernels compile to."""
+"""`python -m fcomm info | explain | build | verify`: what is here, what may run, what a call would use, what kernels compile
+to, and whether protocols hold under the simulator.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,13 @@ from fcomm.dtypes import BYTES, reducible
 from fcomm.errors import ArgumentError, FcommError, NotAdmittedError, SetupError
 from fcomm.protocols import CELL_BYTES, protocol, protocols
 from fcomm.sizes import format_size, parse_size
+from fcomm.verify import command
 
 if TYPE_CHECKING:
     from fcomm.machine_code import Cubin
     from fcomm.source import Specialisation
 
-WITHOUT_MPI = ("explain", "build")
+WITHOUT_MPI = ("explain", "build", "verify")
 """Commands that are of use where no MPI library is, and start none."""
 QUIET_S = 3.0
 """Seconds after which a long command begins to say how far it is, and between two such lines."""
@@ -61,7 +64,19 @@ def _parser() -> argparse.ArgumentParser:
     build.add_argument("--protocol", default="all", help="names such as one_shot.ll,two_shot.flag (default all)")
     build.add_argument("--dtypes", default="all", help="element types such as float32,bf16,bytes (default all)")
     build.add_argument("--bytes", default="64K", help="message size that the grid is shown for (default 64K)")
+    verify = commands.add_parser(
+        "verify",
+        help="protocols under a deterministic scheduler and a weak memory (needs no GPU and no MPI)",
+        description="Runs the kernels' own text in a simulator that tries many schedules; a violation comes with a seed "
+        "that repeats it. docs/verification.md says what the simulated machine may do.",
+    )
+    command.add_options(verify)
     return parser
+
+
+def _verify(options: argparse.Namespace) -> int:
+    names = [] if options.protocol == "all" else _names(options.protocol)
+    return command.main(options, _numbers(options.ranks), names)
 
 
 def _info(options: argparse.Namespace) -> int:
@@ -221,7 +236,7 @@ def _compile(spec: Specialisation, arch: str, device: int | None) -> Cubin:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
     options = _parser().parse_args(argv)
-    return {"info": _info, "explain": _explain, "build": _build}[options.command](options)
+    return {"info": _info, "explain": _explain, "build": _build, "verify": _verify}[options.command](options)
 
 
 def run(argv: Sequence[str] | None = None) -> int:

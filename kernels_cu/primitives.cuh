@@ -1,13 +1,20 @@
 // The only PTX of the project. Everything above speaks in these words; kernels_cu/cpu/primitives.hpp has the same
-// words for host threads, and a kernel that uses anything else does not run there.
+// words for host threads, kernels_cu/sim/primitives.hpp for simulated ones, and a kernel that uses anything else does not
+// run there.
 //
 // Naming: ld_/st_, then the ordering, then the scope. "sys" accesses are strong at system scope (PTX ".sys"), which is
 // what makes a store visible to a peer GPU and a poll see it. Evidence is only ever touched by these.
 #pragma once
 #include "params.cuh"
 
-#ifdef FC_CPU
+#if defined(FC_CPU)
+// Here and not in the two headers below: sources are flattened, and each file stands once.
+#include "cpu/arithmetic.hpp"
+#if defined(FC_SIM)
+#include "sim/primitives.hpp"
+#else
 #include "cpu/primitives.hpp"
+#endif
 #else
 
 #ifndef FC_ALIGNED
@@ -58,6 +65,9 @@ FC_DEVICE u32 ld_acquire_sys(const u32* p) {
 FC_DEVICE void st_release_sys(u32* p, u32 v) {
   asm volatile("st.release.sys.global.b32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
+
+// Orders what this thread has seen, by relaxed loads, before what it stores from here on, for whoever sees that.
+FC_DEVICE void fence_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
 // A 128-byte line is eight lanes' cells, written and read by one instruction of eight converged lanes. `mask` names the
 // lanes; the host version needs it to order the lanes, here the instruction itself is the line (assumption A2).

@@ -89,10 +89,10 @@ def _private_folder(path: Path) -> Path:
     return path
 
 
-def _compile(source: Path, name: str) -> Path:
+def _compile(source: Path, name: str, flags: tuple[str, ...]) -> Path:
     """Compiles a file to a shared library beside it."""
     made = source.with_suffix(".so")
-    done = _run_compiler(*FLAGS, "-x", "c++", str(source), "-o", str(made))
+    done = _run_compiler(*flags, "-x", "c++", str(source), "-o", str(made))
     if done.returncode != 0:
         said = next((s.strip() for s in done.stderr.splitlines() if "error" in s), " ".join(done.stderr.split())[:200])
         raise SetupError(f"{find_compiler()} could not compile {name}: {said or f'exit code {done.returncode}'}")
@@ -100,22 +100,27 @@ def _compile(source: Path, name: str) -> Path:
 
 
 def build(spec: Specialisation, defines: tuple[str, ...] = ()) -> Path:
-    """Compiles a specialisation to a shared library, or finds it on disk.
+    """Compiles a specialisation to a shared library, or finds it on disk."""
+    text = "#define FC_CPU 1\n" + "".join(f"#define {d}\n" for d in defines) + spec.text()
+    return build_text(text, spec.name)
+
+
+def build_text(text: str, name: str, folder_name: str = "cpu", flags: tuple[str, ...] = FLAGS) -> Path:
+    """Compiles C++ to a shared library in a folder of the cache, or finds it there.
 
     Safe when ranks race: one builds, in a file of its own that is renamed when it is whole; the others wait for it.
     """
-    text = "#define FC_CPU 1\n" + "".join(f"#define {d}\n" for d in defines) + spec.text()
-    key = hashlib.sha256("\0".join([text, _compiler_identity(), *FLAGS, platform.machine()]).encode()).hexdigest()
-    folder = _private_folder(settings.cache_dir() / "cpu")
-    library = folder / f"{spec.name}-{key[:24]}.so"
+    key = hashlib.sha256("\0".join([text, _compiler_identity(), *flags, platform.machine()]).encode()).hexdigest()
+    folder = _private_folder(settings.cache_dir() / folder_name)
+    library = folder / f"{name}-{key[:24]}.so"
     if library.exists():
         return library
     try:
-        with FileLock(str(folder / f"{spec.name}.lock")), tempfile.TemporaryDirectory(dir=folder) as scratch:
+        with FileLock(str(folder / f"{name}.lock")), tempfile.TemporaryDirectory(dir=folder) as scratch:
             if not library.exists():  # nobody built it while this rank waited
                 source = Path(scratch) / "kernel.cpp"
                 source.write_text(text)
-                _compile(source, spec.name).replace(library)
+                _compile(source, name, flags).replace(library)
     except OSError as error:
         raise SetupError(f"cannot write to the cache folder {folder} ({error.strerror})") from None
     return library

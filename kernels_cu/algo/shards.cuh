@@ -15,6 +15,7 @@ class Shards {
     rest_ = full < FC_N && full * p.stride < p.nbytes ? p.nbytes - full * p.stride : 0;
   }
   FC_DEVICE u64 bytes(u32 rank) const { return rank < full_ ? p_.part : rank == full_ ? rest_ : 0; }
+  FC_DEVICE bool some_empty() const { return full_ + (rest_ != 0) < FC_N; }
   template <class Wire>
   FC_DEVICE u32 cells(u32 rank) const {
     return rank < full_ ? cells_of<Wire>(p_.part) : rank == full_ ? cells_of<Wire>(rest_) : 0;

@@ -22,7 +22,9 @@ FC_DEVICE u32 tile_cells() {
 // phase alone. What the third loop waits for is therefore sent by every rank without waiting for it.
 //
 // Slot reuse (I1) with empty parts: a rank whose part is empty waits for no one in the first phase. But some part is not
-// empty; its owner waited for all ranks, and all other ranks wait for that owner.
+// empty; its owner waited for all ranks, and all other ranks wait for that owner. What a rank set back or scrubbed is then
+// known to a peer with an empty part by way of the owner alone, which has taken the one's cells and sends to the other: the
+// owner's relaxed accesses carry that on only if a fence lies between them.
 //
 // In place: a cell of a peer's part is read, to be pushed, by the thread that later stores its sum, or with tiles by a
 // thread of the same block, and the block's barrier in Ticket::draw() lies between. A cell of my own part is read by the
@@ -65,10 +67,12 @@ FC_DEVICE void two_shot(const Params& p) {
       complete = reduce_own<Wire1, T>(p, shards, slots1, c, &sum);
       if (!complete) break;
       shards.store<Wire1, T>(p.out, p.rank, c, sum);
+      if (shards.some_empty()) fence_sys();
       if (kSameSpans) slots2.push(c, sum);
     }
     if (!kSameSpans) {
       block_barrier();  // the tile's sums are in the output, for all threads of the block
+      if (shards.some_empty()) fence_sys();
       if (ld_relaxed_gpu(&control(p)->poison) != 0) return;
       Tiles u = tiles2;
       u.go_to(t.index());

@@ -39,6 +39,27 @@ __asm__(
     ".size fc_fiber_switch,.-fc_fiber_switch\n");
 #endif
 
+// ThreadSanitizer takes each fiber for a thread, and a gate for what orders them; the bookkeeping of the shim itself, which
+// one OS thread does, is no business of its.
+#if defined(__SANITIZE_THREAD__)
+#include <sanitizer/tsan_interface.h>
+#define FC_UNWATCHED             __attribute__((no_sanitize("thread")))
+#define FC_FIBER_RELEASE(what)   __tsan_release(what)
+#define FC_FIBER_ACQUIRE(what)   __tsan_acquire(what)
+#define FC_FIBER_SWITCH(watched) __tsan_switch_to_fiber(watched, __tsan_switch_to_fiber_no_sync)
+#define FC_FIBER_CREATE()        __tsan_create_fiber(0)
+#define FC_FIBER_DESTROY(w)      __tsan_destroy_fiber(w)
+#define FC_FIBER_CURRENT()       __tsan_get_current_fiber()
+#else
+#define FC_UNWATCHED
+#define FC_FIBER_RELEASE(what)   (void)0
+#define FC_FIBER_ACQUIRE(what)   (void)0
+#define FC_FIBER_SWITCH(watched) (void)0
+#define FC_FIBER_CREATE()        nullptr
+#define FC_FIBER_DESTROY(w)      (void)0
+#define FC_FIBER_CURRENT()       nullptr
+#endif
+
 namespace fc_cpu {
 
 constexpr size_t kStackBytes = 32 * 1024;
@@ -69,6 +90,7 @@ struct Fiber {
   Block* block;
   unsigned thread;
   bool done;
+  void* watched;  // ThreadSanitizer's name of it
 };
 
 // The grid that runs on this OS thread.
@@ -77,6 +99,7 @@ struct Grid {
   unsigned count, current, live;
   unsigned blocks, threads;
   void* main_stack_pointer;
+  void* main_watched;
   void (*body)(const void*);
   const void* argument;
 };
@@ -86,10 +109,10 @@ inline Grid*& grid() {
   return running;
 }
 
-inline Fiber& self() { return grid()->fibers[grid()->current]; }
+FC_UNWATCHED inline Fiber& self() { return grid()->fibers[grid()->current]; }
 
 // Continues with the next fiber that has not returned; to be called by one that waits, or that has just returned.
-inline void next_fiber() {
+FC_UNWATCHED inline void next_fiber() {
   Grid* g = grid();
   void** from = &g->fibers[g->current].stack_pointer;
   unsigned i = g->current;
@@ -101,25 +124,31 @@ inline void next_fiber() {
   } while (g->fibers[i].done);
   if (i == g->current) return;
   g->current = i;
+  FC_FIBER_SWITCH(g->fibers[i].watched);
   fc_fiber_switch(from, g->fibers[i].stack_pointer);
 }
 
-inline void wait_at(Gate& gate, unsigned expected) {
+FC_UNWATCHED inline void wait_at(Gate& gate, unsigned expected) {
+  FC_FIBER_RELEASE(&gate);
   const unsigned generation = gate.generation;
   if (++gate.arrived >= expected) {
     gate.arrived = 0;
     gate.generation++;
+    FC_FIBER_ACQUIRE(&gate);
     return;
   }
   while (gate.generation == generation) next_fiber();
+  FC_FIBER_ACQUIRE(&gate);
 }
 
-inline void fiber_main() {
+FC_UNWATCHED inline void fiber_main() {
   Grid* g = grid();
   g->body(g->argument);
   Fiber& me = self();
   Block& block = *me.block;
   me.done = true;
+  FC_FIBER_RELEASE(g);
+  FC_FIBER_RELEASE(&block.gate);
   g->live--;
   // A thread that has returned no longer counts at its block's barrier (as on sm_70 and later).
   if (--block.live > 0 && block.gate.arrived >= block.live) {
@@ -128,6 +157,7 @@ inline void fiber_main() {
   }
   if (g->live == 0) {
     void* unused;
+    FC_FIBER_SWITCH(g->main_watched);
     fc_fiber_switch(&unused, g->main_stack_pointer);
   }
   next_fiber();
@@ -157,22 +187,22 @@ struct Arena {
   }
 };
 
-inline void* first_frame(char* stack_top) {
+inline void* first_frame(char* stack_top, void (*entry)()) {
   uintptr_t* sp = reinterpret_cast<uintptr_t*>(stack_top);
 #if defined(__x86_64__)
-  *--sp = 0;  // the return address of fiber_main, which never returns; keeps rsp + 8 a multiple of 16 at its entry
-  *--sp = reinterpret_cast<uintptr_t>(&fiber_main);
+  *--sp = 0;  // the return address of entry(), which never returns; keeps rsp + 8 a multiple of 16 there
+  *--sp = reinterpret_cast<uintptr_t>(entry);
   for (int i = 0; i < 6; i++) *--sp = 0;
 #else
   sp -= 20;
   for (int i = 0; i < 20; i++) sp[i] = 0;
-  sp[11] = reinterpret_cast<uintptr_t>(&fiber_main);  // x30
+  sp[11] = reinterpret_cast<uintptr_t>(entry);  // x30
 #endif
   return sp;
 }
 
 // Runs body(argument) once for each thread of a grid of `blocks` x `threads`. Returns 0, or 1 if memory ran out.
-inline int run_grid(unsigned blocks, unsigned threads, void (*body)(const void*), const void* argument) {
+FC_UNWATCHED inline int run_grid(unsigned blocks, unsigned threads, void (*body)(const void*), const void* argument) {
   static thread_local Arena arena;
   const size_t count = size_t(blocks) * threads, warps_per_block = (threads + kWarp - 1) / kWarp;
   const size_t stacks = count * kStackBytes, warps = blocks * warps_per_block * sizeof(Warp);
@@ -186,11 +216,15 @@ inline int run_grid(unsigned blocks, unsigned threads, void (*body)(const void*)
   }
   for (unsigned b = 0; b < blocks; b++) block[b] = Block{b, threads, {0, 0}, warp + b * warps_per_block};
   for (size_t i = 0; i < count; i++) {
-    fibers[i] = Fiber{first_frame(memory + (i + 1) * kStackBytes), block + i / threads, unsigned(i % threads), false};
+    fibers[i] = Fiber{first_frame(memory + (i + 1) * kStackBytes, fiber_main), block + i / threads,
+                      unsigned(i % threads), false, FC_FIBER_CREATE()};
   }
-  Grid g = {fibers, unsigned(count), 0, unsigned(count), blocks, threads, nullptr, body, argument};
+  Grid g = {fibers, unsigned(count), 0, unsigned(count), blocks, threads, nullptr, FC_FIBER_CURRENT(), body, argument};
   grid() = &g;
+  FC_FIBER_SWITCH(fibers[0].watched);
   fc_fiber_switch(&g.main_stack_pointer, fibers[0].stack_pointer);
+  FC_FIBER_ACQUIRE(&g);
+  for (size_t i = 0; i < count; i++) FC_FIBER_DESTROY(fibers[i].watched);
   grid() = nullptr;
   return 0;
 }

@@ -8,7 +8,6 @@
 #include <xmmintrin.h>
 #endif
 
-#define FC_DEVICE inline
 #define __launch_bounds__(n)
 
 namespace fc {
@@ -88,6 +87,7 @@ FC_DEVICE u32 ld_relaxed_sys(const u32* p) { return __atomic_load_n(p, __ATOMIC_
 FC_DEVICE void st_relaxed_sys(u32* p, u32 v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
 FC_DEVICE u32 ld_acquire_sys(const u32* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
 FC_DEVICE void st_release_sys(u32* p, u32 v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
+FC_DEVICE void fence_sys() { __atomic_thread_fence(__ATOMIC_ACQ_REL); }
 
 // No host instruction writes 128 bytes untorn, so a line is emulated: payload first and the flag's cell last, behind a
 // release; reading, the flag's cell first, then an acquire. The lanes meet in between.
@@ -126,8 +126,8 @@ FC_DEVICE void st_relaxed_gpu(u32* p, u32 v) { __atomic_store_n(p, v, __ATOMIC_R
 FC_DEVICE u64 ld_relaxed_gpu(const u64* p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
 FC_DEVICE void st_relaxed_gpu(u64* p, u64 v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
 FC_DEVICE u32 atomic_inc_wrap(u32* p, u32 last) {  // all blocks of a rank run on one OS thread
-  const u32 old = *p;
-  *p = old >= last ? 0 : old + 1;
+  const u32 old = __atomic_load_n(p, __ATOMIC_RELAXED);
+  __atomic_store_n(p, old >= last ? 0 : old + 1, __ATOMIC_RELAXED);
   return old;
 }
 FC_DEVICE u32 atomic_exchange(u32* p, u32 value) { return __atomic_exchange_n(p, value, __ATOMIC_RELAXED); }
@@ -147,49 +147,6 @@ FC_PLAIN(u32)
 FC_PLAIN(u64)
 FC_PLAIN(Cell)
 #undef FC_PLAIN
-
-// ---- arithmetic -----------------------------------------------------------------------------------------------------
-FC_DEVICE float bits_to_float(u32 b) {
-  float f;
-  memcpy(&f, &b, 4);
-  return f;
-}
-FC_DEVICE u32 float_to_bits(float f) {
-  u32 b;
-  memcpy(&b, &f, 4);
-  return b;
-}
-// Hosts propagate NaN payloads, a GPU's addition returns one canonical NaN: the contract is the GPU's.
-FC_DEVICE float add_rn(float a, float b) {
-  const float r = a + b;
-  return r != r ? bits_to_float(0x7fffffffu) : r;
-}
-FC_DEVICE float half_to_float(u16 h) {
-  const u32 sign = u32(h & 0x8000u) << 16, exponent = h >> 10 & 31u, mantissa = h & 0x3ffu;
-  if (exponent == 31) return bits_to_float(mantissa ? 0x7fffffffu : sign | 0x7f800000u);
-  if (exponent) return bits_to_float(sign | (exponent + 112) << 23 | mantissa << 13);
-  const float magnitude = float(mantissa) * 0x1p-24f;  // zero or subnormal: exact
-  return bits_to_float(sign | float_to_bits(magnitude));
-}
-// Shifts right by `drop` bits (1 to 31), rounding to nearest, ties to even.
-FC_DEVICE u32 shift_rn(u32 v, u32 drop) {
-  const u32 kept = v >> drop, rest = v & ((1u << drop) - 1), half = 1u << (drop - 1);
-  return kept + (rest > half || (rest == half && (kept & 1u)));
-}
-FC_DEVICE u16 float_to_half(float f) {
-  const u32 b = float_to_bits(f), sign = b >> 16 & 0x8000u, magnitude = b & 0x7fffffffu;
-  if (magnitude > 0x7f800000u) return 0x7fff;
-  if (magnitude >= 0x47800000u) return u16(sign | 0x7c00u);  // 2^16 and above
-  // Normal results; a carry out of the mantissa moves into the exponent and, at the top, to infinity, as it should.
-  if (magnitude >= 0x38800000u) return u16(sign | shift_rn(magnitude - 0x38000000u, 13));
-  const u32 exponent = magnitude >> 23;
-  if (exponent < 102) return u16(sign);  // below half of the smallest subnormal
-  return u16(sign | shift_rn((magnitude & 0x7fffffu) | 0x800000u, 126 - exponent));
-}
-FC_DEVICE u16 float_to_bfloat(float f) {
-  const u32 b = float_to_bits(f);
-  return (b & 0x7fffffffu) > 0x7f800000u ? u16(0x7fff) : u16(shift_rn(b, 16));
-}
 
 // Full float arithmetic for the duration of a grid, whatever the host program has set: no flush to zero.
 struct FloatMode {

@@ -2,8 +2,8 @@
 // lanes, lane 7's cell ending in the flag. Needs a link that does not tear such a line (A2).
 //
 // Lane 7's flag says that the line was written. It does not say that the other lanes' loads of the same instruction saw
-// it: a load instruction of eight lanes is eight loads. So the lanes vote, and all load once more; these loads come after
-// lane 7's in causality order (the vote joins the lanes), the line is one store, so they see it or something newer - and
+// it: a load instruction of eight lanes is eight loads. So the lanes vote, meet, and all load once more; these loads come after
+// lane 7's in causality order (__syncwarp joins the lanes), the line is one store, so they see it or something newer - and
 // nothing newer is written before this rank's next grid.
 #pragma once
 #include "wire/base.cuh"
@@ -28,7 +28,11 @@ struct Ll128 : EpochPerCell, Geometry<4, 8, false> {
     st_relaxed_sys_line(slot, Cell{{v.w[0], v.w[1], flag ? e : v.w[2], flag ? e : v.w[3]}}, mask());
   }
   static FC_DEVICE Cell look(const Cell* slot) { return ld_relaxed_sys_line(slot, mask()); }
-  static FC_DEVICE bool ready(Cell c, u32 e) { return group_any(mask(), lane() == 7 && c.w[2] == e && c.w[3] == e); }
+  static FC_DEVICE bool ready(Cell c, u32 e) {
+    const bool there = group_any(mask(), lane() == 7 && c.w[2] == e && c.w[3] == e);
+    if (there) group_sync(mask());  // a vote orders no memory, this does
+    return there;
+  }
   static FC_DEVICE bool all_agree(bool yes) { return group_all(mask(), yes); }
 };
 
