@@ -45,6 +45,11 @@ LOSS_SCALE = 0.05
 """Relative error beyond which a case counts by its amount instead of its square."""
 RIDGE = 1e-3
 """Pull of a price towards zero, so that what the data cannot tell apart is not driven to extremes."""
+ALIKE = 1e-2
+"""Pull of a protocol's prices to those of its kind; a price that is off by its spread weighs as much as one case by 10 %."""
+SPREADS: Mapping[str, float] = {
+    "evidence_us": 0.3, "peer_us": 0.1, "spread_us": 0.05, "spread_peer_us": 0.02, "pass_us": 0.5, "work_us_per_mib": 0.5,
+}  # fmt: skip
 FLATTEN, BEND = 0.1, 0.1
 """Pulls on a correction: towards zero, and towards a straight line."""
 BETTER = 0.99
@@ -322,17 +327,16 @@ def fit_prices(
     are left (SciPy's `nnls`) are of the size of the prices and not of the cases.
     """
     x = np.array([(start or START).get(name, START.get(name, 0.1)) for name in design.names])
-    low, high, pull = np.zeros(len(x)), np.full(len(x), np.inf), np.full(len(x), RIDGE**2)
+    low, high, pull = np.zeros(len(x)), np.full(len(x), np.inf), _pull(design.names)
     for j, name in enumerate(design.names):
         if name in BOUNDS:
             low[j], high[j] = BOUNDS[name]
-            pull[j] = 0.0
     weight = 1.0 / latency_us
 
     def cost(at: Floats) -> tuple[float, Floats, Floats]:
         errors = design.times(at) * weight - 1
         z = 1 + (errors / LOSS_SCALE) ** 2
-        return float(2 * LOSS_SCALE**2 * np.sum(np.sqrt(z) - 1) + pull @ at**2), errors, 1 / np.sqrt(z)
+        return float(2 * LOSS_SCALE**2 * np.sum(np.sqrt(z) - 1) + at @ pull @ at), errors, 1 / np.sqrt(z)
 
     damping = 1e-3
     now, errors, robust = cost(x)
@@ -353,16 +357,43 @@ def fit_prices(
     return Fitted(design, x)
 
 
+def _pull(names: Sequence[Name]) -> Floats:
+    """The quadratic form that draws all prices weakly to zero, and those of protocols of one kind to each other.
+
+    The sum over a kind of (price - mean)^2: what the data say of one protocol alone stays, what they do not say is as usual.
+    """
+    pull = np.diag([0.0 if name in BOUNDS else RIDGE**2 for name in names])
+    kinds: dict[tuple[str, str], list[int]] = {}
+    for j, name in enumerate(names):
+        if name[0] in OWN:
+            kinds.setdefault((name[0], _kind(name[1])), []).append(j)
+    for (key, _), at in kinds.items():
+        strength = ALIKE / SPREADS[key] ** 2
+        pull[np.ix_(at, at)] += strength * (np.eye(len(at)) - 1 / len(at))
+    return pull
+
+
+def _kind(protocol: str) -> str:
+    """Protocols whose prices are expected to be alike: by how work is divided among blocks."""
+    p = protocols()[protocol]
+    if p.baseline:
+        return "baseline"
+    if any(e.max_chunks for e in p.encodings):
+        return "chunks"
+    return "tiles" if len({e.name for e in p.encodings}) > 1 else "cells"
+
+
 def _step(normal: Floats, gradient: Floats, x: Floats, pull: Floats, low: Floats, damping: float) -> Floats:
     """The prices above `low` that minimise the quadratic around x."""
     from scipy.linalg import cholesky, solve_triangular
     from scipy.optimize import nnls
 
-    scale = np.diag(normal) + pull + 1e-12
-    curvature = normal + np.diag(pull + damping * scale)
+    curvature = normal + pull
+    curvature[np.diag_indices_from(curvature)] *= 1 + damping
+    curvature[np.diag_indices_from(curvature)] += 1e-12
     # |root (y - x)|^2 + 2 gradient (y - x), with the pull's own gradient; y = low + what is not negative.
     root = cholesky(curvature)
-    wanted = root @ (x - low) - solve_triangular(root, gradient + pull * x, trans="T")
+    wanted = root @ (x - low) - solve_triangular(root, gradient + pull @ x, trans="T")
     return np.asarray(low + nnls(root, wanted, maxiter=30 * len(x))[0])
 
 
