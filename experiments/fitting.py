@@ -18,11 +18,14 @@ from experiments.tables import rows
 from fcomm.cost_model import (
     COLD_SHARPNESS,
     LAUNCH,
+    MIB,
     OWN,
     SHARED,
     Model,
     default_shape,
     identity,
+    outputs_and_input,
+    pieces,
     work,
 )
 from fcomm.errors import RecordError
@@ -55,7 +58,7 @@ FLATTEN, BEND = 0.1, 0.1
 BETTER = 0.99
 """A searched launch shape replaces the default where its time is below this share of the default's."""
 STEPS = 60
-BOUNDS: Mapping[Name, tuple[float, float]] = {("overlap",): (1.5, 8.0), ("cold_mib",): (1 / 64, 64.0)}
+BOUNDS: Mapping[Name, tuple[float, float]] = {("overlap",): (1.0, 8.0), ("cold_mib",): (1 / 64, 64.0)}
 START: Mapping[Name, float] = {("overlap",): 3.0, ("cold_mib",): 1.0}
 
 
@@ -82,6 +85,7 @@ class Table:
     runs: tuple[str, ...]
     source_hash: str
     sms_per_rank: dict[str, int] = field(default_factory=dict)
+    max_bytes: int = 1 << 20
 
     def __len__(self) -> int:
         return len(self.frame)
@@ -177,6 +181,7 @@ def read(runs: Sequence[Run], mode: str | None = None) -> Table:
         table, times, halves, calls, int(np.isfinite(times).sum(axis=1).max()), machine, str(mode), first.taken_on,
         tuple(run.path.resolve().name for run in runs), str(first.provenance.get("source_hash", "")),
         {str(n): int(v) for n, v in sms.items()},
+        max(int(b) for run in runs for b in run.request.get("sizes", [int(run.cases["nbytes"].max())])),
     )  # fmt: skip
 
 
@@ -237,6 +242,10 @@ class Design:
     traffic: Floats
     footprint: Floats
     """MiB of all sharers' inputs and outputs of one call."""
+    count: Floats
+    """Launches of each row: a message that is split has a row for its whole pieces and one for the rest, ..."""
+    first: NDArray[np.intp]
+    """... and this is the first row of each case."""
 
     @classmethod
     def of(cls, table: Table, blank: Model) -> Design:
@@ -247,12 +256,17 @@ class Design:
         names: list[Name] = [(k,) for k in SHARED if k not in ("cold_mib", "overlap")]
         names += [*launch, *own, ("cold_mib",), ("overlap",)]
         at = {name: k for k, name in enumerate(names)}
-        path, traffic = np.zeros((2, len(f), len(names)))
-        footprint = np.zeros(len(f))
         registered = protocols()
         columns = (f[c].tolist() for c in ("protocol", "launch", "ranks", "nbytes", "blocks", "threads"))
+        every: list[tuple[int, str, str, int, int, tuple[int, int], int, float]] = []
         for i, (name, feature, n, nbytes, blocks, threads) in enumerate(zip(*columns, strict=True)):
-            w = work(registered[name], nbytes, n, (blocks, threads))
+            p = registered[name]
+            arrays = nbytes * outputs_and_input(p, n) / MIB * blank.sharers(n)
+            for size, count in pieces(p, nbytes, n, blank.max_bytes):
+                every.append((i, name, feature, n, size, (blocks, threads), count, arrays))
+        path, traffic = np.zeros((2, len(every), len(names)))
+        for i, (_, name, feature, n, size, shape, _, _) in enumerate(every):
+            w = work(registered[name], size, n, shape)
             s = blank.sharers(n)
             path[i, at[("launch_us", feature)]] = 1
             path[i, at[("sharer_us", feature)]] = s - 1
@@ -267,12 +281,15 @@ class Design:
             traffic[i, at[("link_us_per_mib",)]] = w.wire_mib * s
             traffic[i, at[("rearm_us_per_mib",)]] = w.rearm_mib * s
             traffic[i, at[("work_us_per_mib", name)]] = w.wire_mib * s
-            footprint[i] = w.local_mib * s
-        return cls(names, path, traffic, footprint)
+        case = np.array([row[0] for row in every])
+        first = np.flatnonzero(np.diff(case, prepend=-1))
+        return cls(
+            names, path, traffic, np.array([row[7] for row in every]), np.array([float(row[6]) for row in every]), first
+        )
 
     def times(self, prices: Floats) -> Floats:
         """Predicted µs of each case."""
-        return self._parts(prices)[0]
+        return np.asarray(np.add.reduceat(self.count * self._parts(prices)[0], self.first))
 
     def _parts(self, prices: Floats) -> tuple[Floats, ...]:
         cold, p = prices[-2], prices[-1]
@@ -296,7 +313,7 @@ class Design:
         found[:, -2] = -by_path * prices[self._cold_us] * share * (1 - share) * COLD_SHARPNESS / cold
         a, b = (path / times) ** p, (traffic / times) ** p  # they add up to 1
         found[:, -1] = times * (a * np.log(path / times) + b * np.log(traffic / times)) / p
-        return found
+        return np.asarray(np.add.reduceat(self.count[:, None] * found, self.first, axis=0))
 
 
 @dataclass
@@ -431,7 +448,8 @@ def residency(table: Table, blank: Model) -> dict[str, dict[str, int]]:
     f = table.frame[~table.frame["searched"]]
     columns = (f[c].tolist() for c in ("protocol", "ranks", "nbytes", "blocks", "threads"))
     for name, n, nbytes, blocks, threads in zip(*columns, strict=True):
-        wanted, _ = default_shape(protocols()[name], nbytes, n, blank.gpu(n))
+        piece = pieces(protocols()[name], nbytes, n, blank.max_bytes)[0][0]
+        wanted, _ = default_shape(protocols()[name], piece, n, blank.gpu(n))
         if blocks < wanted:
             found.setdefault(f"{name}/{n}", {})[str(threads)] = int(blocks)
     return found
@@ -488,6 +506,7 @@ def blank_model(table: Table) -> Model:
         machine=table.machine, shared={}, launch={}, own={}, mode=table.mode, ranks=tuple(table.ranks),
         sizes=(table.sizes[0], table.sizes[-1]), dtypes=tuple(sorted(table.frame["dtype"].unique())), runs=table.runs,
         source_hash=table.source_hash, sms_per_rank=table.sms_per_rank,
+        max_bytes=table.max_bytes,
     )  # fmt: skip
     return replace(blank, resident=residency(table, blank), shapes=chosen_shapes(table))
 

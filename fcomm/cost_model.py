@@ -28,6 +28,7 @@ from typing import Any
 from fcomm import settings
 from fcomm.backends.base import cpu_shape, gpu_shape
 from fcomm.errors import ModelError
+from fcomm.layout import SlabLayout
 from fcomm.protocols import CELL_BYTES, MAX_THREADS, GpuShare, Protocol, protocols, shard_bytes
 
 SCHEMA = 1
@@ -131,7 +132,6 @@ def _work(name: str, nbytes: int, world_size: int, shape: tuple[int, int]) -> Wo
         passes += max(0, once - 1)
         most_items = max(most_items, items)
     warps = min(most_items, blocks * threads) / WARP
-    outputs = {"all_reduce": 1.0, "all_gather": float(n), "reduce_scatter": 1.0 / n}[protocol.collective]
     return Work(
         rounds=algorithm.rounds,
         peers=n - 1,
@@ -140,7 +140,7 @@ def _work(name: str, nbytes: int, world_size: int, shape: tuple[int, int]) -> Wo
         extra_passes=passes,
         wire_mib=protocol.wire_bytes(nbytes, n) / MIB,
         rearm_mib=rearm / MIB,
-        local_mib=nbytes * (1.0 + outputs) / MIB,
+        local_mib=nbytes * outputs_and_input(protocol, n) / MIB,
     )
 
 
@@ -176,6 +176,29 @@ def _default_shape(name: str, nbytes: int, world_size: int, gpu: GpuShare | None
     if encoding is not None and encoding.max_chunks:
         return encoding.chunks(size), shape.threads
     return shape.blocks, shape.threads
+
+
+@lru_cache(maxsize=256)
+def _layout(world_size: int, max_bytes: int) -> SlabLayout:
+    return SlabLayout(world_size, max_bytes)
+
+
+def pieces(protocol: Protocol, nbytes: int, world_size: int, max_bytes: int) -> tuple[tuple[int, int], ...]:
+    """(bytes, how many) of the launches that a message takes: one, or several where it is longer than the protocol's slots.
+
+    nbytes and the pieces' bytes : of one rank's input. max_bytes : what the communicator was made for.
+    """
+    return _pieces(protocol.name, nbytes, world_size, max_bytes)
+
+
+@lru_cache(maxsize=1 << 16)
+def _pieces(name: str, nbytes: int, world_size: int, max_bytes: int) -> tuple[tuple[int, int], ...]:
+    protocol = protocols()[name]
+    limit = _layout(world_size, max_bytes).piece_bytes(protocol)
+    if protocol.collective == "reduce_scatter":
+        limit *= world_size
+    full, rest = divmod(nbytes, limit)
+    return tuple((size, count) for size, count in ((limit, full), (rest, 1)) if size and count) or ((0, 1),)
 
 
 # ---- whose model it is -----------------------------------------------------------------------------------------------
@@ -268,6 +291,8 @@ class Model:
     """Blocks of a rank that were resident at most, by "P/n" and threads per block, where that was less than asked for."""
     sms_per_rank: dict[str, int] = field(default_factory=dict)
     """SMs that a rank had, by world size."""
+    max_bytes: int = 1 << 20
+    """What the measured communicators were made for; longer messages than their slots take were split."""
     mode: str = "graph"
     """Which latency it predicts."""
     seed: bool = False
@@ -304,45 +329,50 @@ class Model:
         launch: str = "none",
         shape: tuple[int, int] | None = None,
         correct: bool = True,
+        max_bytes: int = 0,
     ) -> dict[str, float]:
         """Microseconds by term (`TERMS`); their sum is the latency of a call.
 
         nbytes : of one rank's input. shape : blocks and threads; what the model has for that size if not given.
+        max_bytes : what the communicator was made for, which decides how a message is split; as measured if not given.
         correct : with the smooth correction. `ModelError` where the model has no prices for the protocol or launch feature.
         """
         gpu = self.gpu(world_size)
-        form = (
-            protocol if protocol.algorithm.forms is None else protocol.at(nbytes, world_size, gpu or GpuShare("", 1, 1))
-        )
+        form = protocol if protocol.algorithm.forms is None else protocol.at(nbytes, world_size, gpu or _NO_GPU)
         key = f"{form.name}/{world_size}/{launch}"
         own, prices = self.own.get(form.name), self.launch.get(launch)
         if own is None or prices is None:
             what = f"protocol {form.name}" if own is None else f"dependent launch {launch}"
             raise ModelError(f"the cost model of {self.machine.get('device')} has no coefficients for {what}")
-        s = self.shared
-        w = work(form, nbytes, world_size, shape or self._shape(form, nbytes, world_size, key))
-        sharers = self.sharers(world_size)
-        hill = 1.0 / (1.0 + (s["cold_mib"] / (w.local_mib * sharers)) ** COLD_SHARPNESS) if w.local_mib else 0.0
-        terms = {
-            "launch": prices["launch_us"],
-            "sharers": prices["sharer_us"] * (sharers - 1),
-            "hops": s["hop_us"] * w.rounds,
-            "evidence": own["evidence_us"] * w.rounds,
-            "second_load": s["line_us"] * w.line_phases,
-            "peers": own["peer_us"] * w.rounds * w.peers,
-            "spread": (own["spread_us"] + own["spread_peer_us"] * w.peers) * w.warp_doublings,
-            "waves": own["pass_us"] * w.extra_passes,
-            "cold": s["cold_us"] * hill,
-        }
-        path = sum(terms.values())
-        terms["wire"] = (s["link_us_per_mib"] + own["work_us_per_mib"]) * w.wire_mib * sharers
-        terms["rearm"] = s["rearm_us_per_mib"] * w.rearm_mib * sharers
-        terms["local"] = s["local_us_per_mib"] * w.local_mib * sharers
-        traffic = terms["wire"] + terms["rearm"] + terms["local"]
-        latency = smooth_maximum(path, traffic, s["overlap"])
-        terms["overlap"] = latency - path - traffic
+        parts = pieces(form, nbytes, world_size, max_bytes or self.max_bytes)
+        grid = shape or self._shape(form, nbytes, parts[0][0], world_size, launch)
+        s, sharers = self.shared, self.sharers(world_size)
+        terms = dict.fromkeys(TERMS, 0.0)
+        total = 0.0
+        cold = s["cold_us"] * cold_share(nbytes * outputs_and_input(form, world_size) / MIB * sharers, s["cold_mib"])
+        for size, count in parts:
+            w = work(form, size, world_size, grid)
+            launched = prices["launch_us"]
+            others = prices["sharer_us"] * (sharers - 1)
+            hops = s["hop_us"] * w.rounds
+            evidence = own["evidence_us"] * w.rounds
+            second = s["line_us"] * w.line_phases
+            peers = own["peer_us"] * w.rounds * w.peers
+            spread = (own["spread_us"] + own["spread_peer_us"] * w.peers) * w.warp_doublings
+            waves = own["pass_us"] * w.extra_passes
+            path = launched + others + hops + evidence + second + peers + spread + waves + cold
+            wire = (s["link_us_per_mib"] + own["work_us_per_mib"]) * w.wire_mib * sharers
+            rearm = s["rearm_us_per_mib"] * w.rearm_mib * sharers
+            local = s["local_us_per_mib"] * w.local_mib * sharers
+            latency = smooth_maximum(path, wire + rearm + local, s["overlap"])
+            overlap = latency - path - wire - rearm - local
+            values = (launched, others, hops, evidence, second, peers, spread, waves, cold, wire, rearm, local, overlap)
+            for term, value in zip(TERMS, values, strict=False):  # the correction comes last, and once
+                terms[term] += count * value
+            total += count * latency
         curve = self.corrections.get(key) if correct else None
-        terms["correction"] = latency * math.expm1(value_at(curve, math.log2(max(1, nbytes)))) if curve else 0.0
+        if curve:
+            terms["correction"] = total * math.expm1(value_at(curve, math.log2(max(1, nbytes))))
         return terms
 
     def latency_us(self, protocol: Protocol, nbytes: int, world_size: int, launch: str = "none") -> float:
@@ -383,16 +413,15 @@ class Model:
                 return f"it is of another machine ({key} {self.machine.get(key)}, here {machine.get(key)})"
         return None
 
-    def _shape(self, form: Protocol, nbytes: int, world_size: int, key: str) -> tuple[int, int]:
-        if key in self.shapes:
-            launch = key.rsplit("/", 1)[1]
+    def _shape(self, form: Protocol, nbytes: int, piece: int, world_size: int, launch: str) -> tuple[int, int]:
+        if self.shapes:
             found = self.shape(form, nbytes, world_size, launch)
             if found:
                 return found
-        blocks, threads = default_shape(form, nbytes, world_size, self.gpu(world_size))
+        blocks, threads = default_shape(form, piece, world_size, self.gpu(world_size))
         limits = self.resident.get(f"{form.name}/{world_size}")
         limit = limits.get(str(threads)) if limits else None
-        if limit is None and (self.machine.get("backend") != "cpu"):
+        if limit is None and self.machine.get("backend") != "cpu":
             limit = self._resident_by_rule(threads, world_size)
         return (min(blocks, limit) if limit else blocks), threads
 
@@ -488,11 +517,25 @@ class Model:
 RESIDENT_THREADS = 1024
 """Threads of a rank on one SM, where no run has shown fewer: kernels of 1,024 threads have 64 registers each."""
 
+_NO_GPU = GpuShare("", 1, 1)
 _FIELDS = tuple(name for name in Model.__dataclass_fields__)
 
 
 def _tuples(value: Any) -> Any:
     return tuple(_tuples(v) for v in value) if isinstance(value, list) else value
+
+
+def cold_share(footprint_mib: float, cold_mib: float) -> float:
+    """The share of input and output that comes from memory, where the arrays of all sharers' calls take that much."""
+    return 1.0 / (1.0 + (cold_mib / footprint_mib) ** COLD_SHARPNESS) if footprint_mib > 0 else 0.0
+
+
+def outputs_and_input(protocol: Protocol, world_size: int) -> float:
+    """Bytes of one rank's input and output, for each byte of its input."""
+    return (
+        1.0
+        + {"all_reduce": 1.0, "all_gather": float(world_size), "reduce_scatter": 1.0 / world_size}[protocol.collective]
+    )
 
 
 def smooth_maximum(a: float, b: float, p: float) -> float:
