@@ -97,6 +97,7 @@ def _info(options: argparse.Namespace) -> int:
         for region in comm.layout.regions().values():
             print(f"           {region.name}: one piece up to {format_size(region.capacity)}, {region.copies} copies")
         print(f"link       {', '.join(sorted(comm.capabilities))}")
+        print(f"model      {comm.model_words}")
         print("protocols")
         for p in protocols().values():
             reasons = {t.name: p.refusal(t.name, comm.world_size, comm.capabilities) for t in p.dtypes}
@@ -120,7 +121,7 @@ def _explain(options: argparse.Namespace) -> int:
         equal = f" in {parts} equal parts" if parts > 1 else ""
         raise ArgumentError(f"--bytes {options.bytes} is no whole number of {dtype.name} elements{equal}")
     everything = frozenset[str]().union(*(p.needs for p in protocols().values()))
-    origin = models.named(options.model)
+    origin = models.named(options.model) or models.seed()
     selector = Selector(
         SlabLayout(options.ranks, parse_size(options.max_bytes)),
         everything,

@@ -428,7 +428,8 @@ class Communicator:
         if self.rank != 0:
             return
         if self.selector.name_for(collective, name) == AUTO:
-            self._model.tell(self.backend.name, self.world_size)
+            # An emulation is not chosen for its speed: nobody need look up for it.
+            models.say(self._model, logging.INFO if self.backend.name == "cpu" else logging.WARNING)
         size_class = (nbytes - 1).bit_length()
         key = (collective, size_class, plan.protocol.name)
         if key not in self._logged:
@@ -577,6 +578,11 @@ class Communicator:
     def model(self) -> Model:
         """The cost model that protocols are chosen by."""
         return self._model.model
+
+    @property
+    def model_words(self) -> str:
+        """Which model it is and where it comes from, for readers."""
+        return self._model.words
 
     def use_model(self, model: str | Path | Model | None = None) -> None:
         """Collective: chooses protocols by another cost model from now on, as if constructed with it. Prepared calls stay
