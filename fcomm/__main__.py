@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from fcomm import __version__
 from fcomm.cli import Parser, launcher_rank
 from fcomm.dtypes import BYTES, reducible
-from fcomm.errors import ArgumentError, FcommError, NotAdmittedError, SetupError
+from fcomm.errors import ArgumentError, FcommError, ModelError, NotAdmittedError, SetupError
 from fcomm.protocols import CELL_BYTES, protocol, protocols
 from fcomm.sizes import format_size, parse_size
 from fcomm.source import LAUNCHES
@@ -109,6 +109,7 @@ def _info(options: argparse.Namespace) -> int:
 
 def _explain(options: argparse.Namespace) -> int:
     from fcomm import models, settings
+    from fcomm.cost_model import protocols_hash
     from fcomm.explanation import explain
     from fcomm.layout import SlabLayout
     from fcomm.selector import Selector
@@ -121,7 +122,14 @@ def _explain(options: argparse.Namespace) -> int:
         equal = f" in {parts} equal parts" if parts > 1 else ""
         raise ArgumentError(f"--bytes {options.bytes} is no whole number of {dtype.name} elements{equal}")
     everything = frozenset[str]().union(*(p.needs for p in protocols().values()))
-    origin = models.named(options.model) or models.seed()
+    machine = {"backend": "cuda", "device": "a GPU for each rank"}  # what the seed coefficients are asked for
+    origin = models.named(options.model, machine) or models.seed(machine)
+    if not origin.model.seed:  # the one of another machine is welcome here: it is what one wants to look at
+        machine = origin.model.machine
+    why = models.mismatch(origin.model, machine)
+    if origin.model.protocols != protocols_hash():
+        raise ModelError(f"the {origin.words}, cannot be used: {why}")
+    words = origin.words if why is None else f"{origin.words}; a communicator would refuse it: {why}"
     selector = Selector(
         SlabLayout(options.ranks, parse_size(options.max_bytes)),
         everything,
@@ -129,8 +137,9 @@ def _explain(options: argparse.Namespace) -> int:
         launch=options.launch,
         forced=settings.protocol(),
         plain=settings.plain(),
+        gpu=origin.model.gpu(options.ranks),
     )
-    found = explain(selector, options.collective, nbytes, dtype.name, model=origin.words)
+    found = explain(selector, options.collective, nbytes, dtype.name, model=words)
     print(json.dumps(found.to_json(), indent=2) if options.json else found)
     return 0
 
@@ -257,13 +266,18 @@ def run(argv: Sequence[str] | None = None) -> int:
     if launcher_rank() > 0:
         return 0
     try:
-        return main(arguments)
+        code = main(arguments)
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # the reader has seen enough: python -m fcomm explain | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except FcommError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, (ArgumentError, NotAdmittedError, SetupError)) else 1
+        return 2 if isinstance(error, (ArgumentError, ModelError, NotAdmittedError, SetupError)) else 1
     except Exception:
         traceback.print_exc()
         return 1

@@ -24,6 +24,9 @@ class Explanation:
     dtype: str
     world_size: int
     launch: str
+    """Launch feature."""
+    priced: str
+    """Launch feature whose prices the predictions have: another one where the model has none for `launch`."""
     choice: str | None
     """Name of the protocol; None where none may run, or where one rank copies."""
     why: str
@@ -44,6 +47,7 @@ class Explanation:
             "dtype": self.dtype,
             "world_size": self.world_size,
             "launch": self.launch,
+            "priced": self.priced,
             "choice": self.choice,
             "why": self.why,
             "shape": None if self.shape is None else list(self.shape),
@@ -71,6 +75,11 @@ class Explanation:
             f"{call} among {self.world_size} ranks, dependent launch {self.launch}: {self.choice or 'nothing'}",
             f"because   {self.why}",
             f"model     {self.model}",
+            *(
+                [f"          no prices for dependent launch {self.launch}: those of {self.priced} are shown"]
+                if self.priced != self.launch
+                else []
+            ),
             f"slab      {format_size(self.slab_bytes)} a rank for messages of {format_size(self.max_bytes)}",
         ]
         if self.shape is not None:
@@ -94,9 +103,8 @@ class Explanation:
 
 def _table(admitted: list[Candidate], choice: str | None) -> list[str]:
     """Admitted candidates, the fastest first, with their time and its terms in microseconds."""
-    terms: dict[str, None] = {}
-    for c in admitted:
-        terms |= dict.fromkeys(c.terms_us or ())
+    every = dict.fromkeys(term for c in admitted for term in c.terms_us or ())
+    terms = [t for t in every if any(abs((c.terms_us or {}).get(t, 0.0)) >= 0.005 for c in admitted)]  # what shows
     header = ["", "protocol", "rounds", "launches", "bytes sent", "µs", *terms]
     rows = [header]
     for c in sorted(admitted, key=lambda c: (c.predicted_us is None, c.predicted_us or 0.0)):
@@ -137,8 +145,8 @@ def explain(
         except NotAdmittedError as error:
             why = str(error)
     return Explanation(
-        collective, nbytes, dtype, selector.layout.world_size, selector.launch, choice, why, shape, model,
-        selector.layout.slab_bytes, selector.layout.max_bytes, candidates,
+        collective, nbytes, dtype, selector.layout.world_size, selector.launch, selector.priced, choice, why, shape,
+        model, selector.layout.slab_bytes, selector.layout.max_bytes, candidates,
     )  # fmt: skip
 
 

@@ -91,6 +91,8 @@ class Selector:
         self.forced, self.plain, self.gpu = forced, plain, gpu
         self.world_size = max(2, layout.world_size)
         """One rank exchanges nothing, and is told of names and dtypes what two would be."""
+        self.priced = next((kind for kind in (launch, "late", "none") if kind in model.launch), launch)
+        """The launch feature whose prices are used: its nearest kin where the model has none for it."""
         self._choices: dict[tuple[str, int, str, str], Protocol] = {}
 
     # ---- what may run ----
@@ -122,9 +124,9 @@ class Selector:
     def _terms_us(self, form: Protocol, split: Mapping[int, int]) -> dict[str, float] | None:
         total: dict[str, float] = {}
         for size, number in split.items():
-            terms = self.model.predict(form.name, size, self.world_size, self.launch)
-            if terms is None or not math.isfinite(math.fsum(terms.values())):
+            if not self.model.covers(form.name, launch=self.priced):
                 return None
+            terms = self.model.predict(form, size, self.world_size, self.priced)
             for term, us in terms.items():
                 total[term] = total.get(term, 0.0) + number * us
         return total
@@ -173,13 +175,12 @@ class Selector:
         return form
 
     def shape(self, proto: Protocol, nbytes: int) -> tuple[int, int] | None:
-        """(blocks, threads) that the model found best for a message of one piece; None: the protocol's own default.
+        """(blocks, threads) that were measured to be better than the protocol's default for a message of that size.
 
-        Baselines keep what their authors set.
+        None: the default. Baselines keep what their authors set.
         """
-        if proto.baseline:
-            return None
-        return self.model.shape(proto.name, nbytes, self.world_size, self.launch)
+        size = next(iter(pieces(self.layout, proto, nbytes)), 0)
+        return None if proto.baseline or not size else self.model.shape(proto, size, self.world_size, self.priced)
 
 
 def fastest(candidates: list[Candidate]) -> Candidate | None:
