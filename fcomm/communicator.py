@@ -45,8 +45,8 @@ def _make_backend(name: str, mpi: MPI.Intracomm) -> Backend:
     raise ArgumentError(f"there is no backend {name!r}; use auto, cuda or cpu")
 
 
-def _resolve(name: str, mpi: MPI.Intracomm) -> str:
-    """`auto` is cuda where every rank has a device, cpu where none has; a mixture is an error."""
+def resolve_backend(name: str, mpi: MPI.Intracomm) -> str:
+    """Which backend a name stands for. Collective: `auto` is cuda where every rank has a device, cpu where none has; a mixture is an error."""
     if name == "auto":
         name = settings.backend()
     if name != "auto":
@@ -276,7 +276,7 @@ class Communicator:
         told = (name, max_bytes, channels, self.checked, settings.protocol(), settings.plain(), dependent_launch)
         bootstrap.agree(mpi, told, "backend, sizes and settings")
         bootstrap.check_node(mpi)
-        name = _resolve(name, mpi)
+        name = resolve_backend(name, mpi)
         made: Backend = bootstrap.collectively(mpi, lambda: _make_backend(name, mpi))
         bootstrap.collectively(mpi, made.prepare)
         self.backend: Backend = made
