@@ -19,7 +19,7 @@ import numpy as np
 from mpi4py import MPI
 
 from experiments import fitting, mps
-from experiments.request import COLLECTIVES, GPU_LAUNCHES, Request, parse_ranks, parse_time
+from experiments.request import COLLECTIVES, GPU_LAUNCHES, MOST_CALLS, Request, parse_ranks, parse_time
 from experiments.sweep import OVERTIME_S, Sweep, on_root
 from fcomm import bootstrap, cost_model, measure, records, settings
 from fcomm.cli import Parser
@@ -55,15 +55,18 @@ def request(
     budget_s: float = DEFAULT_BUDGET_S,
     dtype: str | None = None,
     launches: tuple[str, ...] = (),
+    calls: int = 0,
 ) -> Request:
-    """What is measured. backend : cuda or cpu. launches : launch features; none for the backend's own."""
+    """What is measured. backend : cuda or cpu. launches, calls : launch features, and timed calls of a case at most; empty and
+    0 for the backend's own.
+    """
     return Request(
         sizes=SIZES[backend],
         ranks=ranks,
         dtypes=(reducible(dtype or DTYPES[backend]).name,),
         protocols=measured_protocols(backend),
         modes=(),
-        calls=0,
+        calls=calls,
         budget_s=budget_s,
         seed=0,
         backend=backend,
@@ -90,25 +93,29 @@ def calibrate(world: MPI.Intracomm, wanted: Request, started_s: float, out: Path
     """
     if min(wanted.ranks) < 2:
         raise ArgumentError("a cost model is about exchanges: calibrate with at least two ranks")
-    sweep = Sweep(world, wanted, started_s)
     with ExitStack() as stack:
-        stack.callback(sweep.close)
         folder = out or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fcomm-calibrate-")))
+        sweep = Sweep(world, wanted, started_s)
+        stack.callback(sweep.close)
         sweep.look_around()
         if any(d.get("time_sliced") for d in sweep.facts["devices"]):
             raise SetupError(
                 "the ranks take turns on a GPU (no MPS), so their times say nothing about protocols: use MPS"
             )
-        if sweep.cuda:
-            faulthandler.dump_traceback_later(max(1.0, sweep.left_s() + OVERTIME_S), exit=True)
-            stack.callback(faulthandler.cancel_dump_traceback_later)
         only = sweep.open_records(folder, None, None)
         sweep.time(sweep.plan(sweep.survey(only)))
 
         def fit() -> Calibrated:
             assert sweep.recorder is not None
             sweep.recorder.finish()
-            table = fitting.read([records.load(sweep.recorder.path)])
+            run = records.load(sweep.recorder.path)
+            timed = run.cases.loc[run.cases["iterations"] >= fitting.FEWEST_CALLS, "nbytes"].nunique()
+            if timed < fitting.FEWEST_SIZES:
+                raise ArgumentError(
+                    f"a budget of {wanted.budget_s:.0f} s is too short: there were times for {timed} of {len(wanted.sizes)} message "
+                    f"sizes, and a fit needs {fitting.FEWEST_SIZES}"
+                )
+            table = fitting.read([run])
             model, _ = fitting.fit(table)
             times = table.frame["latency_us"].to_numpy(float)
             return Calibrated(model, len(table), fitting.predictions(table.frame, model) / times - 1)
@@ -178,11 +185,28 @@ def parser() -> argparse.ArgumentParser:
         "--backend", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda where there is a GPU (auto)"
     )
     p.add_argument(
+        "--calls",
+        type=int,
+        metavar="INT",
+        default=0,
+        help="timed calls of a case at most (as many as the budget allows)",
+    )
+    p.add_argument(
         "--save", action="store_true", help="keep the model in the user's cache folder, where communicators look"
     )
     p.add_argument("--model", type=Path, metavar="FILE", help="write the model to a file")
     p.add_argument("--out", type=Path, metavar="DIR", help="folder in which the run's records are kept (they are not)")
     return p
+
+
+def asked(args: argparse.Namespace, started: int) -> tuple[tuple[int, ...], float, str | None]:
+    """Rank counts, seconds and element type of the command line; `ArgumentError` for nonsense. started : ranks that there are."""
+    ranks = (started,) if args.ranks is None else parse_ranks(args.ranks, started)
+    if min(ranks) < 2:
+        raise ArgumentError("a cost model is about exchanges: start at least two ranks, mpirun -n 2")
+    if not 0 <= args.calls <= MOST_CALLS:
+        raise ArgumentError(f"--calls {args.calls} is not between 1 and {MOST_CALLS}")
+    return ranks, parse_time(args.budget), None if args.dtype is None else reducible(args.dtype).name
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -194,16 +218,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if world.rank > 0:  # one rank tells what --help asks for
         options.print_help = lambda file=None: None  # type: ignore[method-assign]
     args = options.parse_args(argv)
-    ranks = (world.size,) if args.ranks is None else parse_ranks(args.ranks, world.size)
-    if min(ranks) < 2:
-        raise ArgumentError("a cost model is about exchanges: start at least two ranks, mpirun -n 2")
-    budget_s = parse_time(args.budget)
-    dtype = None if args.dtype is None else reducible(args.dtype).name
+    ranks, budget_s, dtype = asked(args, world.size)
+    faulthandler.dump_traceback_later(budget_s + OVERTIME_S, exit=True)
     on_cpu = "cpu" in (args.backend, settings.backend() if args.backend == "auto" else "")
     with nullcontext() if on_cpu else mps.mps_for_ranks(world):  # before any rank uses CUDA
         backend = resolve_backend(args.backend, world)
-        found = calibrate(world, request(backend, ranks, budget_s, dtype), started_s, args.out)
+        wanted = request(backend, ranks, budget_s, dtype, calls=args.calls)
+        found = calibrate(world, wanted, started_s, args.out)
     said = on_root(world, lambda: [summary(found), "", *_keep(found.model, args.save, args.model)])
+    faulthandler.cancel_dump_traceback_later()
     if world.rank == 0:
         print("\n".join(said), flush=True)
     return 0
