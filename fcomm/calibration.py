@@ -41,6 +41,7 @@ def calibrate(comm: Communicator, budget_s: float = 60.0, *, dtype: str | None =
     try:  # measuring and fitting are the experiments' business, which nothing else here needs
         from experiments import calibrate as tool
         from experiments.request import GPU_LAUNCHES
+        from experiments.sweep import on_root
     except ModuleNotFoundError as error:
         raise SetupError(
             f"calibrating needs the package `experiments`, which comes with flash-comm, and {error.name} is missing"
@@ -49,6 +50,6 @@ def calibrate(comm: Communicator, budget_s: float = 60.0, *, dtype: str | None =
     wanted = tool.request(comm.backend.name, (comm.world_size,), budget_s, dtype, launches)
     model = tool.calibrate(comm.mpi, wanted, started_s).model
     if save:
-        tool.on_root(comm.mpi, lambda: tool.save(model))
+        on_root(comm.mpi, lambda: tool.save(model))
     comm.use_model(model)
     return model
