@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import math
 import tempfile
 import time
 from collections.abc import Sequence
@@ -30,7 +31,7 @@ from fcomm.errors import ArgumentError, ModelError, SetupError
 from fcomm.layout import SlabLayout
 from fcomm.protocols import protocols
 from fcomm.selector import Selector
-from fcomm.sizes import format_size
+from fcomm.sizes import format_size, round_up
 
 DEFAULT_BUDGET_S = 60.0
 SIZES = {"cuda": tuple(1 << k for k in range(10, 21)), "cpu": tuple(1 << k for k in range(10, 18, 2))}
@@ -49,6 +50,12 @@ def measured_protocols(backend: str) -> tuple[str, ...]:
     )
 
 
+def sizes(backend: str, ranks: Sequence[int]) -> tuple[int, ...]:
+    """Message sizes in bytes: those of SIZES, rounded up where that makes equal, aligned parts for all rank counts."""
+    unit = 16 * math.lcm(*ranks)
+    return tuple(round_up(nbytes, unit) if unit <= min(SIZES[backend]) else nbytes for nbytes in SIZES[backend])
+
+
 def request(
     backend: str,
     ranks: tuple[int, ...],
@@ -61,7 +68,7 @@ def request(
     0 for the backend's own.
     """
     return Request(
-        sizes=SIZES[backend],
+        sizes=sizes(backend, ranks),
         ranks=ranks,
         dtypes=(reducible(dtype or DTYPES[backend]).name,),
         protocols=measured_protocols(backend),
@@ -147,27 +154,23 @@ def summary(found: Calibrated) -> str:
         f"cost model {model.digest()[:12]} of {model.machine.get('device')}, {_listed(model.ranks)} ranks, mode {model.mode}",
         f"{found.cases} cases, described with a median error of {np.median(errors):.1f} %, p95 {np.percentile(errors, 95):.1f} %",
         "",
-        f"{'collective':14}  {'ranks':>5}  {'launch':6}  {'size':>8}  {'µs':>9}  chosen",
+        f"{'collective':14}  {'ranks':>5}  {'launch':6}  {'size':>9}  {'µs':>9}  chosen",
     ]
     everything = frozenset[str]().union(*(p.needs for p in protocols().values()))
-    smallest, largest = model.sizes
+    dtype, (smallest, largest) = model.dtypes[0], model.sizes
+    shown = [smallest << k for k in range(0, (largest // smallest).bit_length(), 2)]
     for n in model.ranks:
         for launch in model.launch:
             selector = Selector(SlabLayout(n, largest), everything, model, launch=launch, gpu=model.gpu(n))
             for collective in COLLECTIVES:
-                nbytes = smallest
-                while nbytes <= largest:
-                    chosen = selector.choose(collective, nbytes, model.dtypes[0])
-                    time_us = next(
-                        c.predicted_us
-                        for c in selector.candidates(collective, nbytes, model.dtypes[0])
-                        if c.protocol is chosen
-                    )
-                    shown = "unknown" if time_us is None else f"{time_us:.2f}"
+                for nbytes in shown:
+                    chosen = selector.choose(collective, nbytes, dtype)
+                    candidates = selector.candidates(collective, nbytes, dtype)
+                    us = next(c.predicted_us for c in candidates if c.protocol is chosen)
                     lines.append(
-                        f"{collective:14}  {n:5}  {launch:6}  {format_size(nbytes):>8}  {shown:>9}  {chosen.name}"
+                        f"{collective:14}  {n:5}  {launch:6}  {format_size(nbytes):>9}  "
+                        f"{'unknown' if us is None else f'{us:.2f}':>9}  {chosen.name}"
                     )
-                    nbytes *= 4
     return "\n".join(lines)
 
 

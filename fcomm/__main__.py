@@ -100,7 +100,7 @@ def _info(options: argparse.Namespace) -> int:
         print(f"model      {comm.model_words}")
         print("protocols")
         for p in protocols().values():
-            reasons = {t.name: p.refusal(t.name, comm.world_size, comm.capabilities) for t in p.dtypes}
+            reasons = {t.name: comm.refusal(p, t.name) for t in p.dtypes}
             admitted = [name for name, reason in reasons.items() if reason is None]
             said = f"admitted for {', '.join(admitted)}" if admitted else next(iter(reasons.values()))
             print(f"  {p.name:24} {p.collective:14} {'baseline, ' if p.baseline else ''}{said}")

@@ -593,11 +593,11 @@ class Communicator:
 
     def admitted(self, dtype: str, collective: str = "all_reduce") -> dict[str, str | None]:
         """Every protocol of a collective: None where it may run here, else the reason why not."""
-        return {
-            p.name: p.refusal(dtype, self.world_size, self.capabilities) or self.selector.refusal(p, dtype)
-            for p in protocols().values()
-            if p.collective == collective
-        }
+        return {p.name: self.refusal(p, dtype) for p in protocols().values() if p.collective == collective}
+
+    def refusal(self, proto: Protocol, dtype: str) -> str | None:
+        """Why a protocol may not run here, in one clause; None if it may."""
+        return proto.refusal(dtype, self.world_size, self.capabilities) or self.selector.refusal(proto, dtype)
 
     def explain(self, collective: str, nbytes: int, dtype: str, protocol: str = AUTO) -> Explanation:
         """What a call of that size would use and why: `print` it for a table.

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from mpi4py import MPI
 
 import fcomm
 from experiments import calibrate
@@ -19,8 +20,8 @@ from fcomm import settings
 from fcomm.backends import cpu
 from fcomm.cost_model import find, seed_model
 from fcomm.dtypes import BYTES, FLOAT32
-from fcomm.errors import ArgumentError, SetupError
-from fcomm.protocols import protocol
+from fcomm.errors import ArgumentError, ModelError, SetupError
+from fcomm.protocols import protocol, protocols
 from fcomm.source import Specialisation
 from tests import launch
 
@@ -55,6 +56,33 @@ def test_nonsense_is_one_sentence(started: int, arguments: list[str], words: str
         calibrate.asked(calibrate.parser().parse_args(arguments), started)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("ranks", [(2,), (3,), (7,), (2, 4, 8), (2, 3, 4, 5, 6, 7, 8)])
+@pytest.mark.parametrize("backend", ["cpu", "cuda"])
+def test_a_calibration_covers_what_may_be_chosen(backend: str, ranks: tuple[int, ...]) -> None:
+    wanted = calibrate.request(backend, ranks)
+    measured = set(wanted.protocols)
+    assert {protocol(name).collective for name in measured} == {"all_reduce", "all_gather", "reduce_scatter"}
+    assert {name for name in measured if protocol(name).baseline} == {p.name for p in protocols().values() if p.plain}
+    if backend == "cuda":
+        assert measured >= {p.name for p in protocols().values() if not p.baseline}
+    assert len(set(wanted.sizes)) == len(wanted.sizes) >= 4
+    if len(ranks) < 7:
+        assert all(nbytes % (16 * n) == 0 for nbytes in wanted.sizes for n in ranks), "equal, aligned parts"
+    assert wanted.resolved(backend).modes == ("graph" if backend == "cuda" else "host",)
+
+
+def test_a_model_of_another_machine_is_no_matter_for_a_single_rank(tmp_path: Path) -> None:
+    """It chooses nothing, and a program that names its model must run with any number of ranks."""
+    model = replace(seed_model({"backend": "cuda", "device": "Babbage"}), seed=False)
+    path = model.save(tmp_path / "model.json")
+    with fcomm.Communicator(MPI.COMM_SELF, backend="cpu", max_bytes=1024, model=path) as comm:
+        assert comm.model.digest() == model.digest()
+        assert "one rank copies" in comm.explain("all_reduce", 64, "f32").why
+    path.write_text(model.to_json()[:-20])
+    with pytest.raises(ModelError, match="truncated"):
+        fcomm.Communicator(MPI.COMM_SELF, backend="cpu", max_bytes=1024, model=path)
 
 
 def test_a_budget_that_is_too_short_is_one_sentence() -> None:
