@@ -46,7 +46,10 @@ def _make_backend(name: str, mpi: MPI.Intracomm) -> Backend:
 
 
 def resolve_backend(name: str, mpi: MPI.Intracomm) -> str:
-    """Which backend a name stands for. Collective: `auto` is cuda where every rank has a device, cpu where none has; a mixture is an error."""
+    """Which backend a name stands for. Collective: `auto` is cuda where every rank has a device, cpu where none has.
+
+    A mixture is an `ArgumentError`.
+    """
     if name == "auto":
         name = settings.backend()
     if name != "auto":
@@ -273,7 +276,8 @@ class Communicator:
 
         self.layout, self.timeout_s, self.checked = bootstrap.collectively(mpi, local)
         name = bootstrap.collectively(mpi, lambda: backend if backend != "auto" else settings.backend())
-        told = (name, max_bytes, channels, self.checked, settings.protocol(), settings.plain(), dependent_launch)
+        self._forced, self._plain = settings.protocol(), settings.plain()
+        told = (name, max_bytes, channels, self.checked, self._forced, self._plain, dependent_launch)
         bootstrap.agree(mpi, told, "backend, sizes and settings")
         bootstrap.check_node(mpi)
         name = resolve_backend(name, mpi)
@@ -304,8 +308,8 @@ class Communicator:
             self.capabilities,
             model.model,
             launch=launches.pop() if len(launches) == 1 else "none",
-            forced=settings.protocol(),
-            plain=settings.plain(),
+            forced=self._forced,
+            plain=self._plain,
             gpu=self.gpu,
         )
         self._plans: dict[tuple[object, ...], Plan] = {}
