@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from fcomm.cost_model import pieces
 from fcomm.errors import NotAdmittedError
 from fcomm.layout import SlabLayout
 from fcomm.protocols import HOPPER, GpuShare, Protocol, protocol, protocols
@@ -44,15 +45,6 @@ class Candidate:
     def predicted_us(self) -> float | None:
         """Predicted time of the call: the sum of the terms."""
         return None if self.terms_us is None else math.fsum(self.terms_us.values())
-
-
-def pieces(layout: SlabLayout, proto: Protocol, nbytes: int) -> dict[int, int]:
-    """Sizes in bytes of the messages that a call is split into, each with their number. nbytes : as for the call."""
-    parts = layout.world_size if proto.collective == "reduce_scatter" else 1  # what is split is each rank's part
-    limit, length = layout.piece_bytes(proto), nbytes // parts
-    whole, rest = divmod(length, limit)
-    found = {limit * parts: whole, rest * parts: 1 if rest else 0}
-    return {size: number for size, number in found.items() if number}
 
 
 class Selector:
@@ -115,21 +107,16 @@ class Selector:
                 continue
             why = self.refusal(proto, dtype, nbytes)
             form = proto.at(nbytes, self.world_size, self.gpu or HOPPER)
-            split = pieces(self.layout, form, nbytes)
-            sent = sum(k * form.wire_bytes(size, self.world_size) for size, k in split.items())
-            terms = self._terms_us(form, split) if why is None else None
-            found.append(Candidate(proto, why, sum(split.values()), sent, terms))
+            split = pieces(form, nbytes, self.world_size, self.layout.max_bytes) if nbytes else ()
+            sent = sum(k * form.wire_bytes(size, self.world_size) for size, k in split)
+            terms = self._terms_us(form, nbytes) if why is None else None
+            found.append(Candidate(proto, why, sum(k for _, k in split), sent, terms))
         return found
 
-    def _terms_us(self, form: Protocol, split: Mapping[int, int]) -> dict[str, float] | None:
-        total: dict[str, float] = {}
-        for size, number in split.items():
-            if not self.model.covers(form.name, launch=self.priced):
-                return None
-            terms = self.model.predict(form, size, self.world_size, self.priced)
-            for term, us in terms.items():
-                total[term] = total.get(term, 0.0) + number * us
-        return total
+    def _terms_us(self, form: Protocol, nbytes: int) -> dict[str, float] | None:
+        if not self.model.covers(form.name, launch=self.priced):
+            return None
+        return self.model.predict(form, nbytes, self.world_size, self.priced, max_bytes=self.layout.max_bytes)
 
     def eligible(self, proto: Protocol) -> bool:
         """Whether it may be chosen without being named: a baseline is there to be compared with, or for the kill switch."""
@@ -179,8 +166,7 @@ class Selector:
 
         None: the default. Baselines keep what their authors set.
         """
-        size = next(iter(pieces(self.layout, proto, nbytes)), 0)
-        return None if proto.baseline or not size else self.model.shape(proto, size, self.world_size, self.priced)
+        return None if proto.baseline else self.model.shape(proto, nbytes, self.world_size, self.priced)
 
 
 def fastest(candidates: list[Candidate]) -> Candidate | None:

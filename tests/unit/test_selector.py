@@ -8,6 +8,7 @@ import json
 import timeit
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -15,6 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fcomm import selector
+from fcomm.communicator import Communicator, _pieces
+from fcomm.cost_model import pieces
 from fcomm.dtypes import REDUCIBLE
 from fcomm.errors import NotAdmittedError
 from fcomm.explanation import Explanation, explain
@@ -42,9 +45,14 @@ class Double:
     def covers(self, name: str, world_size: int = 0, launch: str | None = None) -> bool:
         return name in self.coefficients and launch in self.launch
 
-    def predict(self, proto: Protocol, nbytes: int, world_size: int, launch: str) -> dict[str, float]:
+    def predict(self, proto: Protocol, nbytes: int, world_size: int, launch: str, max_bytes: int) -> dict[str, float]:
         start, per_byte = self.coefficients[proto.name]
-        return {"launch": start * world_size, "bytes": per_byte * nbytes, "early": -0.25 * (launch == "early")}
+        launches = sum(number for _, number in pieces(proto, nbytes, world_size, max_bytes))
+        return {
+            "launch": launches * start * world_size,
+            "bytes": per_byte * nbytes,
+            "early": -0.25 * (launch == "early"),
+        }
 
     def shape(self, proto: Protocol, nbytes: int, world_size: int, launch: str) -> tuple[int, int] | None:
         return self.shapes.get(proto.name)
@@ -136,15 +144,14 @@ def test_refusals_are_the_registry_s_own_unless_the_switch_is_thrown(fact: Facts
 
 
 @given(facts)
-def test_pieces_are_the_message(fact: Facts) -> None:
+def test_launches_are_those_of_the_communicator(fact: Facts) -> None:
     layout = SlabLayout(fact.n, 1 << 16)
-    for p in protocols().values():
-        parts = fact.n if p.collective == "reduce_scatter" else 1
-        nbytes = fact.nbytes // parts * parts
-        found = selector.pieces(layout, p, nbytes)
-        assert sum(size * number for size, number in found.items()) == nbytes
-        assert all(0 < size <= parts * layout.piece_bytes(p) for size in found)
-        assert sum(found.values()) == -(-nbytes // parts // layout.piece_bytes(p))
+    parts = fact.n if fact.collective == "reduce_scatter" else 1
+    nbytes = fact.nbytes // parts * parts
+    for c in fact.selector().candidates(fact.collective, nbytes, fact.dtype):
+        form = c.protocol.at(nbytes, fact.n)
+        comm = cast(Communicator, SimpleNamespace(world_size=fact.n, layout=layout))
+        assert c.launches == len(_pieces(comm, form, nbytes))
 
 
 def test_a_split_call_costs_what_its_pieces_cost() -> None:
