@@ -225,7 +225,7 @@ class Sweep:
     def look_around(self) -> None:
         """Facts about the machine, from a communicator of all ranks: what cannot work at all fails here."""
         r = self.request
-        with Communicator(self.world, backend=r.backend, max_bytes=4096, dependent_launch="none") as comm:
+        with Communicator(self.world, backend=r.backend, max_bytes=4096, model="seed") as comm:
             self.facts = provenance.collect(comm)
             self.request = r.resolved(self.facts["backend"])
             self.pace = measure.Pace(measure.VISIT_S[self.facts["backend"]])
@@ -288,6 +288,7 @@ class Sweep:
                         backend=self.facts["backend"],
                         max_bytes=max(self.request.sizes),
                         dependent_launch=launch,
+                        model="seed",  # no fitted launch shapes: the default of a protocol is what its authors set
                         **options,
                     )
                 )

@@ -8,10 +8,11 @@ from fcomm import errors
 from fcomm.protocols import protocols
 
 if TYPE_CHECKING:
+    from fcomm.calibration import calibrate
     from fcomm.communicator import Communicator
 
 __version__ = "0.1.0"
-__all__ = ["Communicator", "__version__", "errors", "protocols"]
+__all__ = ["Communicator", "__version__", "calibrate", "errors", "protocols"]
 
 
 def __getattr__(name: str) -> Any:
@@ -20,4 +21,8 @@ def __getattr__(name: str) -> Any:
         from fcomm.communicator import Communicator
 
         return Communicator
+    if name == "calibrate":
+        from fcomm.calibration import calibrate
+
+        return calibrate
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import sys
 import time
@@ -15,11 +16,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from fcomm import __version__
-from fcomm.cli import Parser
+from fcomm.cli import Parser, launcher_rank
 from fcomm.dtypes import BYTES, reducible
-from fcomm.errors import ArgumentError, FcommError, NotAdmittedError, SetupError
+from fcomm.errors import ArgumentError, FcommError, ModelError, NotAdmittedError, SetupError
 from fcomm.protocols import CELL_BYTES, protocol, protocols
 from fcomm.sizes import format_size, parse_size
+from fcomm.source import LAUNCHES
 from fcomm.verify import command
 
 if TYPE_CHECKING:
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from fcomm.source import Specialisation
 
 WITHOUT_MPI = ("explain", "build", "verify")
-"""Commands that are of use where no MPI library is, and start none."""
+"""Commands that are of use where no MPI library is, and start none. Under a launcher its first process alone does them."""
 QUIET_S = 3.0
 """Seconds after which a long command begins to say how far it is, and between two such lines."""
 
@@ -50,8 +52,16 @@ def _parser() -> argparse.ArgumentParser:
     explain = commands.add_parser("explain", help="what a call of a given size would use (needs no GPU and no MPI)")
     explain.add_argument("--collective", choices=_collectives(), default="all_reduce")
     explain.add_argument("--bytes", default="64K", help="message size, such as 64K (default)")
-    explain.add_argument("--dtype", default="bfloat16")
-    explain.add_argument("--ranks", type=int, default=8)
+    explain.add_argument(
+        "--dtype", default="bfloat16", help="element type, such as bf16, fp16, fp32 (default bfloat16)"
+    )
+    explain.add_argument("--ranks", type=int, default=8, help="world size (default 8)")
+    explain.add_argument("--launch", choices=LAUNCHES, default="none", help="launch feature (default none)")
+    explain.add_argument(
+        "--model", metavar="FILE", help="cost model (default FCOMM_MODEL, else the coefficients of the package)"
+    )
+    explain.add_argument("--max-bytes", default="1M", help="message size that the slabs are made for (default 1M)")
+    explain.add_argument("--json", action="store_true", help="for programs: the same as JSON")
     build = commands.add_parser(
         "build",
         help="compile kernels for a GPU that need not be here; show registers, spills and grid (needs no MPI)",
@@ -102,9 +112,10 @@ def _info(options: argparse.Namespace) -> int:
         for region in comm.layout.regions().values():
             print(f"           {region.name}: one piece up to {format_size(region.capacity)}, {region.copies} copies")
         print(f"link       {', '.join(sorted(comm.capabilities))}")
+        print(f"model      {comm.model_words}")
         print("protocols")
         for p in protocols().values():
-            reasons = {t.name: p.refusal(t.name, comm.world_size, comm.capabilities) for t in p.dtypes}
+            reasons = {t.name: comm.refusal(p, t.name) for t in p.dtypes}
             admitted = [name for name, reason in reasons.items() if reason is None]
             said = f"admitted for {', '.join(admitted)}" if admitted else next(iter(reasons.values()))
             print(f"  {p.name:24} {p.collective:14} {'baseline, ' if p.baseline else ''}{said}")
@@ -112,18 +123,39 @@ def _info(options: argparse.Namespace) -> int:
 
 
 def _explain(options: argparse.Namespace) -> int:
-    from fcomm import selector
+    from fcomm import models, settings
+    from fcomm.cost_model import protocols_hash
+    from fcomm.explanation import explain
+    from fcomm.layout import SlabLayout
+    from fcomm.selector import Selector
 
     if options.ranks < 2:
         raise ArgumentError(f"--ranks {options.ranks}: an exchange needs at least two ranks")
-    nbytes, dtype = parse_size(options.bytes), reducible(options.dtype).name
+    nbytes, dtype = parse_size(options.bytes), reducible(options.dtype)
+    parts = options.ranks if options.collective == "reduce_scatter" else 1
+    if options.collective != "all_gather" and nbytes % (dtype.itemsize * parts):
+        equal = f" in {parts} equal parts" if parts > 1 else ""
+        raise ArgumentError(f"--bytes {options.bytes} is no whole number of {dtype.name} elements{equal}")
     everything = frozenset[str]().union(*(p.needs for p in protocols().values()))
-    choice = selector.choose(options.collective, nbytes, dtype, options.ranks, everything)
-    print(f"{options.collective} of {format_size(nbytes)} of {dtype} among {options.ranks} ranks: {choice.name}")
-    for name, reason in selector.candidates(options.collective, dtype, options.ranks, everything).items():
-        p = protocols()[name]
-        wire = f"{p.algorithm.rounds} round(s), {p.wire_bytes(nbytes, options.ranks)} bytes sent by each rank"
-        print(f"  {name:24} {'not admitted: ' + reason if reason else wire}{' (baseline)' if p.baseline else ''}")
+    machine = {"backend": "cuda", "device": "a GPU for each rank"}  # what the seed coefficients are asked for
+    origin = models.named(options.model, machine) or models.seed(machine)
+    if not origin.model.seed:  # the one of another machine is welcome here: it is what one wants to look at
+        machine = origin.model.machine
+    why = models.mismatch(origin.model, machine)
+    if origin.model.protocols != protocols_hash():
+        raise ModelError(f"the {origin.words}, cannot be used: {why}")
+    words = origin.words if why is None else f"{origin.words}; a communicator would refuse it: {why}"
+    selector = Selector(
+        SlabLayout(options.ranks, parse_size(options.max_bytes)),
+        everything,
+        origin.model,
+        launch=options.launch,
+        forced=settings.protocol(),
+        plain=settings.plain(),
+        gpu=origin.model.gpu(options.ranks),
+    )
+    found = explain(selector, options.collective, nbytes, dtype.name, model=words)
+    print(json.dumps(found.to_json(), indent=2) if options.json else found)
     return 0
 
 
@@ -246,14 +278,21 @@ def run(argv: Sequence[str] | None = None) -> int:
         from fcomm import bootstrap
 
         return bootstrap.run(main, arguments)
+    if launcher_rank() > 0:
+        return 0
     try:
-        return main(arguments)
+        code = main(arguments)
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # the reader has seen enough: python -m fcomm explain | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except FcommError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, (ArgumentError, NotAdmittedError, SetupError)) else 1
+        return 2 if isinstance(error, (ArgumentError, ModelError, NotAdmittedError, SetupError)) else 1
     except Exception:
         traceback.print_exc()
         return 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from typing import NoReturn
 
 from fcomm.errors import ArgumentError
@@ -14,3 +15,15 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Called by argparse for a wrong command line."""
         raise ArgumentError(f"{message} (--help lists the options)")
+
+
+def launcher_rank() -> int:
+    """Number of this process among those that a launcher started together, as its environment says; 0 without one.
+
+    For commands that start no MPI, and speak once all the same.
+    """
+    for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "MV2_COMM_WORLD_RANK", "SLURM_PROCID"):
+        value = os.environ.get(name, "")
+        if value.isdigit():
+            return int(value)
+    return 0

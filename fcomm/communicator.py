@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from fcomm import bootstrap, selector, settings
+from fcomm import bootstrap, models, settings
 from fcomm.backends.base import Backend, LaunchShape, View
-from fcomm.dtypes import BYTES, REDUCIBLE
+from fcomm.dtypes import BYTES, REDUCIBLE, reducible
 from fcomm.errors import ArgumentError, ClosedError, DisagreementError, HangError, NotAdmittedError
+from fcomm.explanation import Explanation, explain
 from fcomm.layout import CALL_WORDS, ERROR_DTYPE, FIRST_CALL_WORD, V2_MAX_BLOCKS, SlabLayout, error_message
-from fcomm.protocols import CELL_BYTES, HOPPER, GpuShare, Protocol, protocol, protocols, shard_bytes
+from fcomm.protocols import CELL_BYTES, GpuShare, Protocol, protocols, shard_bytes
+from fcomm.selector import AUTO, Selector
+from fcomm.sizes import format_size
 from fcomm.source import LAUNCHES, MAX_THREADS, Specialisation
+
+if TYPE_CHECKING:
+    from fcomm.cost_model import Model
+
+log = logging.getLogger("fcomm")
 
 WARP = 32
 ALIGNMENT = 16
@@ -35,8 +45,11 @@ def _make_backend(name: str, mpi: MPI.Intracomm) -> Backend:
     raise ArgumentError(f"there is no backend {name!r}; use auto, cuda or cpu")
 
 
-def _resolve(name: str, mpi: MPI.Intracomm) -> str:
-    """`auto` is cuda where every rank has a device, cpu where none has; a mixture is an error."""
+def resolve_backend(name: str, mpi: MPI.Intracomm) -> str:
+    """Which backend a name stands for. Collective: `auto` is cuda where every rank has a device, cpu where none has.
+
+    A mixture is an `ArgumentError`.
+    """
     if name == "auto":
         name = settings.backend()
     if name != "auto":
@@ -79,7 +92,8 @@ class Plan:
             Specialisation(proto, element, comm.world_size, aligned, comm.dependent_launch)
         )
         most = proto.max_threads(comm.world_size)
-        wanted = shape or _default_shape(comm, proto, self.pieces[0])
+        fitted = comm.selector.shape(proto, nbytes) if shape is None else None
+        wanted = shape or (LaunchShape(*fitted) if fitted else _default_shape(comm, proto, self.pieces[0]))
         if wanted.threads % WARP or not WARP <= wanted.threads <= most or wanted.blocks < 1:
             raise ArgumentError(
                 f"a launch shape is blocks >= 1 and threads a multiple of {WARP} up to {most}, not {wanted}"
@@ -208,10 +222,13 @@ class Communicator:
         that whatever follows in the stream waits before it reads a result or overwrites an input: kernels of other
         launches without the attribute do, kernels with it that never wait do not. Without effect below compute
         capability 9.0 and on the cpu backend (`no_dependent_launch` says why).
+    model : path or Model, optional
+        Cost model that protocols are chosen by, the same on all ranks; "seed" for the coefficients of the package. Default:
+        FCOMM_MODEL, else the one of this machine in the cache folder, else "seed".
 
     Raises
     ------
-    SetupError, DisagreementError, ArgumentError
+    SetupError, DisagreementError, ArgumentError, ModelError
         On all ranks alike.
     """
 
@@ -224,12 +241,13 @@ class Communicator:
         checked: bool = False,
         timeout_s: float | None = None,
         dependent_launch: str = "none",
+        model: str | Path | Model | None = None,
     ) -> None:
         bootstrap.check_world(mpi)
         self.mpi: MPI.Intracomm = mpi.Dup()
         self._closed = True
         try:
-            self._construct(backend, max_bytes, channels, checked, timeout_s, dependent_launch)
+            self._construct(backend, max_bytes, channels, checked, timeout_s, dependent_launch, model)
         except BaseException:
             self.mpi.Free()
             raise
@@ -242,6 +260,7 @@ class Communicator:
         checked: bool,
         timeout_s: float | None,
         dependent_launch: str,
+        model: str | Path | Model | None,
     ) -> None:
         mpi = self.mpi
         self.rank, self.world_size = mpi.rank, mpi.size
@@ -257,26 +276,44 @@ class Communicator:
 
         self.layout, self.timeout_s, self.checked = bootstrap.collectively(mpi, local)
         name = bootstrap.collectively(mpi, lambda: backend if backend != "auto" else settings.backend())
-        told = (name, max_bytes, channels, self.checked, settings.protocol(), dependent_launch)
+        self._forced, self._plain = settings.protocol(), settings.plain()
+        told = (name, max_bytes, channels, self.checked, self._forced, self._plain, dependent_launch)
         bootstrap.agree(mpi, told, "backend, sizes and settings")
         bootstrap.check_node(mpi)
-        name = _resolve(name, mpi)
+        name = resolve_backend(name, mpi)
         made: Backend = bootstrap.collectively(mpi, lambda: _make_backend(name, mpi))
         bootstrap.collectively(mpi, made.prepare)
         self.backend: Backend = made
         every: list[frozenset[str]] = mpi.allgather(made.capabilities)
         self.capabilities = frozenset.intersection(*every)
         self.gpu = _smallest_share(mpi.allgather(made.describe()))
+        self._model = models.agree(mpi, model, made)
         self._grids: dict[tuple[str, int], int] = {}
         self.slabs = made.allocate(self.layout)
         self.slab_bytes = self.layout.slab_bytes
         self.no_dependent_launch = "not asked for" if dependent_launch == "none" else made.use_dependent_launch()
         self.dependent_launch = "none" if self.no_dependent_launch else dependent_launch
+        self._select(self._model)
         self._errors = made.error_records()
-        self._plans: dict[tuple[object, ...], Plan] = {}
         self._failed: str | None = None
         self._closed = False
         mpi.Barrier()  # no one pushes before all slabs are cleared
+
+    def _select(self, model: models.Origin) -> None:
+        """Chooses protocols by that model from now on."""
+        self._model = model
+        launches = set(self.mpi.allgather(self.dependent_launch))
+        self.selector = Selector(
+            self.layout,
+            self.capabilities,
+            model.model,
+            launch=launches.pop() if len(launches) == 1 else "none",
+            forced=self._forced,
+            plain=self._plain,
+            gpu=self.gpu,
+        )
+        self._plans: dict[tuple[object, ...], Plan] = {}
+        self._logged: set[tuple[str, int, str]] = set()
 
     # ---- calls ------------------------------------------------------------------------------------------------------
 
@@ -382,24 +419,30 @@ class Communicator:
             chosen = self._chosen(collective, src, name)
             plan = Plan(self, chosen, src.dtype, src.nbytes, channel, shape, aligned)
             self._plans[key] = plan
+            self._log_choice(collective, src.nbytes, name, plan)
         return plan
 
     def _chosen(self, collective: str, src: View, name: str) -> Protocol:
-        ranks = max(self.world_size, 2)  # one rank copies, and is told the same about dtypes and names
-        forced = settings.protocol()
-        if name == "auto" and forced is not None and protocol(forced).collective == collective:
-            name = forced
         if collective != "all_gather" and src.dtype not in REDUCIBLE:
             raise ArgumentError(f"dtype {src.dtype} cannot be reduced; use one of {', '.join(REDUCIBLE)}")
-        if name == "auto":
-            return selector.choose(collective, src.nbytes, src.dtype, ranks, self.capabilities)
-        wanted = protocol(name).at(src.nbytes, ranks, self.gpu or HOPPER)
-        if wanted.collective != collective:
-            raise NotAdmittedError(f"{name} is a protocol for {wanted.collective}, not for {collective}")
-        reason = wanted.refusal(src.dtype, ranks, self.capabilities, src.nbytes)
-        if reason is not None:
-            raise NotAdmittedError(f"{name} is not admitted here: {reason}")
-        return wanted
+        return self.selector.choose(collective, src.nbytes, src.dtype, name)
+
+    def _log_choice(self, collective: str, nbytes: int, name: str, plan: Plan) -> None:
+        """Says which path calls take: once for each size class (up to a power of two) and protocol, on rank 0."""
+        if self.rank != 0:
+            return
+        if self.selector.name_for(collective, name) == AUTO:
+            # An emulation is not chosen for its speed: nobody need look up for it.
+            models.say(self._model, logging.INFO if self.backend.name == "cpu" else logging.WARNING)
+        size_class = (nbytes - 1).bit_length()
+        key = (collective, size_class, plan.protocol.name)
+        if key not in self._logged:
+            self._logged.add(key)
+            log.info(
+                "%s up to %s among %d ranks: %s, %d x %d threads (%s)",
+                collective, format_size(1 << size_class), self.world_size, plan.protocol.name, plan.shape.blocks,
+                plan.shape.threads, self._model.words,
+            )  # fmt: skip
 
     def _start(self, signature: object, channel: int, stream: Any) -> None:
         """What stands before every launch: the communicator is usable and, in checked mode, the ranks agree."""
@@ -535,20 +578,40 @@ class Communicator:
 
     # ---- looking ----------------------------------------------------------------------------------------------------
 
+    @property
+    def model(self) -> Model:
+        """The cost model that protocols are chosen by."""
+        return self._model.model
+
+    @property
+    def model_words(self) -> str:
+        """Which model it is and where it comes from, for readers."""
+        return self._model.words
+
+    def use_model(self, model: str | Path | Model | None = None) -> None:
+        """Collective: chooses protocols by another cost model from now on, as if constructed with it. Prepared calls stay
+        as they are.
+        """
+        self._check_open()
+        self._select(models.agree(self.mpi, model, self.backend))
+
     def admitted(self, dtype: str, collective: str = "all_reduce") -> dict[str, str | None]:
         """Every protocol of a collective: None where it may run here, else the reason why not."""
-        return selector.candidates(collective, dtype, self.world_size, self.capabilities)
+        return {p.name: self.refusal(p, dtype) for p in protocols().values() if p.collective == collective}
 
-    def explain(self, collective: str, nbytes: int, dtype: str) -> dict[str, Any]:
-        """What a call of that size would use: candidates, why others are not admitted, and the choice."""
-        return {
-            "collective": collective,
-            "nbytes": nbytes,
-            "dtype": dtype,
-            "world_size": self.world_size,
-            "candidates": self.admitted(dtype, collective),
-            "choice": selector.choose(collective, nbytes, dtype, self.world_size, self.capabilities).name,
-        }
+    def refusal(self, proto: Protocol, dtype: str) -> str | None:
+        """Why a protocol may not run here, in one clause; None if it may."""
+        return proto.refusal(dtype, self.world_size, self.capabilities) or self.selector.refusal(proto, dtype)
+
+    def explain(self, collective: str, nbytes: int, dtype: str, protocol: str = AUTO) -> Explanation:
+        """What a call of that size would use and why: `print` it for a table.
+
+        nbytes : bytes of one rank's input. dtype : name of the element type. protocol : as for the call.
+        """
+        self._check_options(collective, "sum", 0)
+        if collective != "all_gather":
+            dtype = reducible(dtype).name
+        return explain(self.selector, collective, nbytes, dtype, protocol, model=self._model.words)
 
     def staging_view(self, count: int, dtype: str, channel: int = 0) -> Any:
         """The staging buffer of a channel, up to `max_bytes` of it, as an array of `count` elements.

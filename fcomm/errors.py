@@ -47,3 +47,7 @@ class ClosedError(FcommError, RuntimeError):
 
 class RecordError(FcommError, RuntimeError):
     """A run's records cannot be written or read."""
+
+
+class ModelError(FcommError, RuntimeError):
+    """A cost model cannot be used here: damaged, of another machine or version, or without the coefficients asked for."""

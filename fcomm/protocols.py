@@ -194,8 +194,15 @@ class Protocol:
 
     @property
     def baseline(self) -> bool:
-        """Baselines exist to be compared with; the selector never picks one."""
+        """Baselines exist to be compared with; the selector does not pick one unless everything else is switched off."""
         return self.algorithm.baseline
+
+    @property
+    def plain(self) -> bool:
+        """A baseline that keeps the reduction contract: what is left when everything else is switched off, with the same
+        bits.
+        """
+        return self.algorithm.baseline and not self.algorithm.own_contract
 
     @property
     def needs(self) -> frozenset[str]:

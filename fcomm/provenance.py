@@ -18,7 +18,10 @@ from fcomm.records import SCHEMA_VERSION
 from fcomm.source import source_hash
 
 if TYPE_CHECKING:
+    from mpi4py import MPI
+
     from fcomm import Communicator
+    from fcomm.backends.base import Backend
 
 PACKAGES = (
     "flash-comm", "cupy-cuda12x", "cupy-cuda13x", "mpi4py", "mpich", "ml_dtypes", "numpy", "pandas", "pyarrow", "scipy",
@@ -34,32 +37,40 @@ _MUST_MATCH = {
 }
 
 
+def machine(mpi: MPI.Intracomm, backend: Backend) -> dict[str, Any]:
+    """Facts about what the ranks run on, as plain JSON values. Collective; the same result on all ranks."""
+    described = {key: _plain(value) for key, value in backend.describe().items()}
+    every: list[tuple[str, dict[str, Any]]] = mpi.allgather((socket.gethostname(), described))
+    devices = [facts for _, facts in every]
+    names = [str(facts.get("uuid", facts.get("device"))) for facts in devices]
+    facts: dict[str, Any] = {
+        "hostname": every[0][0],
+        "backend": backend.name,
+        "world_size": mpi.size,
+        "ranks_per_device": max(names.count(name) for name in set(names)),
+        "cores": len(os.sched_getaffinity(0)),
+        "cpu": cpu_model(),
+        "source_hash": source_hash(),
+        # Ranks that see the same device say it once.
+        "devices": [d for k, d in enumerate(devices) if d not in devices[:k]],
+    }
+    return mpi.bcast(facts)
+
+
 def collect(comm: Communicator, argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Facts about this launch, as plain JSON values. Collective; the same result on all ranks."""
     from mpi4py import MPI
 
-    described = {key: _plain(value) for key, value in comm.backend.describe().items()}
-    every: list[tuple[str, dict[str, Any]]] = comm.mpi.allgather((socket.gethostname(), described))
-    devices = [facts for _, facts in every]
-    names = [str(facts.get("uuid", facts.get("device"))) for facts in devices]
     facts: dict[str, Any] = {
+        **machine(comm.mpi, comm.backend),
         "schema_version": SCHEMA_VERSION,
         "taken_utc": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",
         "command": shlex.join(argv if argv is not None else sys.orig_argv),
-        "hostname": every[0][0],
-        "backend": comm.backend.name,
-        "world_size": comm.world_size,
-        "ranks_per_device": max(names.count(name) for name in set(names)),
-        "cores": len(os.sched_getaffinity(0)),
-        "cpu": cpu_model(),
         "platform": platform.platform(),
         "python": platform.python_version(),
         "packages": _versions(),
         "mpi": " ".join(MPI.Get_library_version().split("\n")[0].rstrip("\0").split()),
-        "source_hash": source_hash(),
         "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith("FCOMM_")},
-        # Ranks that see the same device say it once.
-        "devices": [d for k, d in enumerate(devices) if d not in devices[:k]],
         **_git(Path(__file__).resolve().parent.parent),
     }
     return comm.mpi.bcast(facts)

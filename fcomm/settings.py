@@ -21,6 +21,8 @@ class Setting:
 SETTINGS = (
     Setting("FCOMM_BACKEND", "backend that `backend=\"auto\"` stands for: auto, cuda or cpu", "auto"),
     Setting("FCOMM_PROTOCOL", "protocol that `protocol=\"auto\"` stands for; must be admitted", "auto"),
+    Setting("FCOMM_PLAIN", "1: all but the plain baseline (barrier.*) is switched off", "0"),
+    Setting("FCOMM_MODEL", "file of the cost model, or `seed` for the coefficients of the package", "the one of this machine in the cache folder"),
     Setting("FCOMM_TIMEOUT_S", "seconds after which a wait for a peer is given up", "30"),
     Setting("FCOMM_CHECKED", "1: ranks compare every call's signature before it is launched", "0"),
     Setting("FCOMM_CACHE_DIR", "folder of compiled kernels and fitted models", "the user's cache folder"),
@@ -32,6 +34,10 @@ def _get(name: str) -> str | None:
     assert any(s.name == name for s in SETTINGS), name
     value = os.environ.get(name, "").strip()
     return value or None
+
+
+def _is_set(name: str) -> bool:
+    return (_get(name) or "0").lower() not in ("0", "false", "no", "off")
 
 
 def backend() -> str:
@@ -48,6 +54,16 @@ def protocol() -> str | None:
     return None if value in (None, "auto") else value
 
 
+def plain() -> bool:
+    """The kill switch: whether everything but the plain baseline is off."""
+    return _is_set("FCOMM_PLAIN")
+
+
+def model() -> str | None:
+    """The cost model that was named: a path, or ``seed``; None where none was."""
+    return _get("FCOMM_MODEL")
+
+
 def timeout_s() -> float:
     """Seconds until a wait is given up; positive."""
     text = _get("FCOMM_TIMEOUT_S") or "30"
@@ -62,7 +78,7 @@ def timeout_s() -> float:
 
 def checked() -> bool:
     """Whether ranks compare their calls before launching them."""
-    return (_get("FCOMM_CHECKED") or "0") not in ("0", "false", "no")
+    return _is_set("FCOMM_CHECKED")
 
 
 def cache_dir() -> Path:

@@ -7,11 +7,18 @@ communicator; it raises where something does not hold. Rank 0 prints one line a 
 from __future__ import annotations
 
 import argparse
+import json
+import logging
+import os
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import ml_dtypes
 import numpy as np
@@ -20,10 +27,12 @@ from numpy.typing import NDArray
 
 import fcomm
 import fcomm.layout
-from fcomm import checks
+from fcomm import checks, cost_model, models, provenance
+from fcomm.cost_model import Model
 from fcomm.dtypes import REDUCIBLE
-from fcomm.errors import FcommError, HangError
+from fcomm.errors import DisagreementError, FcommError, HangError, ModelError
 from fcomm.protocols import HOPPER, V2_PUSH_UP_TO, Protocol
+from fcomm.source import source_hash
 
 Case = Callable[[fcomm.Communicator], None]
 CASES: dict[str, Case] = {}
@@ -839,6 +848,260 @@ def counts_of_blocks_wrap(comm: fcomm.Communicator) -> None:
     for k in range(8):
         for name in FORMS[1:]:
             reduce_once(comm, name, float_dtype(), 4000, (57, k))
+
+
+# ---- cost models and the choice -------------------------------------------------------------------------------------
+
+
+FEW = (2,)
+"""World sizes for cases with many communicators, in which all that matters is that there is another rank."""
+
+
+def fitted(comm: fcomm.Communicator, cheap: str = "", **changes: Any) -> Model:
+    """A model that passes for one of this machine. cheap : a protocol that costs nothing of its own, others do."""
+    machine = cost_model.identity(provenance.machine(comm.mpi, comm.backend))
+    model = cost_model.seed_model(machine)
+    own = {name: dict.fromkeys(prices, 0.0 if name == cheap else 9.0) for name, prices in model.own.items()}
+    return replace(model, seed=False, own=own, source_hash=source_hash(), **changes)
+
+
+@contextmanager
+def shared_folder(comm: fcomm.Communicator) -> Iterator[Path]:
+    """A folder that all ranks see, for as long as the block lasts."""
+    with tempfile.TemporaryDirectory() if comm.rank == 0 else nullcontext("") as mine:
+        yield Path(comm.mpi.bcast(mine))
+        comm.mpi.Barrier()
+
+
+@contextmanager
+def environment(**variables: str | None) -> Iterator[None]:
+    """Variables of this rank, set or (None) unset for as long as the block lasts."""
+    before = {name: os.environ.get(name) for name in variables}
+
+    def put(values: dict[str, str | None]) -> None:
+        for name, value in values.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+    put(variables)
+    try:
+        yield
+    finally:
+        put(before)
+
+
+def same_error(comm: fcomm.Communicator, kind: type[FcommError], **options: Any) -> str:
+    """What constructing a communicator raises: of that kind, in one sentence, the same on all ranks."""
+    error: FcommError | None = None
+    try:
+        make(comm, **options)
+    except FcommError as caught:
+        error = caught
+    said = str(error)
+    assert isinstance(error, kind), (kind, error)
+    assert "\n" not in said, said
+    assert comm.mpi.allgather(said) == [said] * comm.world_size
+    return said
+
+
+@case
+def auto_is_what_the_model_says_on_all_ranks_and_has_the_bits_of_any_other(comm: fcomm.Communicator) -> None:
+    n = comm.world_size
+    if n == 1:
+        return
+    count = 3000
+    xs = [checks.inputs((60,), r, n, count, DTYPES[0]) for r in range(n)]
+    want = checks.reduce_reference(xs)
+    for cheap in ("one_shot.ll128", "two_shot.ll16", "one_shot.flag")[: 3 if n in FEW else 1]:
+        with make(comm, model=fitted(comm, cheap)) as other:
+            x = place(other, xs[other.rank])
+            call = other.prepare("all_reduce", x)
+            assert call.protocol == cheap
+            assert checks.wrong_elements(other.to_host(call()), want) == 0
+            assert checks.wrong_elements(other.to_host(other.all_reduce(x, protocol=cheap)), want) == 0
+            assert other.explain("all_reduce", x.nbytes, DTYPES[0]).choice == cheap
+    with make(comm) as other:
+        choices = [
+            other.explain(collective, nbytes, dtype).choice
+            for collective in ("all_reduce", "all_gather", "reduce_scatter")
+            for dtype in DTYPES
+            for nbytes in (4, 1000, 4096, 65536, 1 << 20)
+        ]
+        assert None not in choices
+        assert comm.mpi.allgather(choices) == [choices] * n
+        reduce_once(other, "auto", DTYPES[0], 3000, (61,))
+
+
+@case
+def launch_shapes_of_the_model_are_the_default(comm: fcomm.Communicator) -> None:
+    if comm.world_size not in FEW:
+        return
+    key = f"one_shot.ll/{comm.world_size}/none"
+    model = fitted(comm, "one_shot.ll", shapes={key: ((64, 1, 32), (4096, 3, 64), (65536, 0, 0))})
+    with make(comm, model=model) as other:
+        for nbytes, blocks, threads in ((64, 1, 32), (5000, 3, 64)):
+            x = other.from_host(np.ones(nbytes // 4, np.float32))
+            call = other.prepare("all_reduce", x)
+            assert (call.blocks, call.threads) == (blocks, threads)
+            assert other.explain("all_reduce", x.nbytes, "float32").shape == (blocks, threads)
+            call = other.prepare("all_reduce", x, shape=(2, 96))
+            assert (call.blocks, call.threads) == (2, 96), "one that is named goes before it"
+            reduce_once(other, "one_shot.ll", DTYPES[0], nbytes // 4, (62,))
+
+
+@case
+def models_that_do_not_fit_are_refused_on_all_ranks(comm: fcomm.Communicator) -> None:
+    if comm.world_size not in FEW:
+        return
+    good = fitted(comm)
+    body = json.loads(good.to_json())
+    negative = replace(good, own={**good.own, "one_shot.ll": {**good.own["one_shot.ll"], "peer_us": -1.0}})
+    text = good.to_json()
+    files = {
+        "another machine": (replace(good, machine={**good.machine, "device": "Babbage"}).to_json(), "of another machine (device Babbage"),
+        "other protocols": (replace(good, protocols="0" * 64).to_json(), "another set of protocols"),
+        "other kernels": (replace(good, source_hash="f" * 64).to_json(), "other kernels (ffffffffffff, now "),
+        "schema": (json.dumps({**body, "schema": 99}), "schema 99"),
+        "truncated": (text[: len(text) // 2], "truncated"),
+        "edited": (text.replace('"mode": "graph"', '"mode": "host"'), "SHA-256"),
+        "impossible": (negative.to_json(), "-1.0 for peer_us of one_shot.ll"),
+        "something else": ("[1, 2]", "is not a cost model"),
+    }  # fmt: skip
+    with shared_folder(comm) as folder:
+        for name, (content, words) in files.items():
+            path = folder / f"{name}.json"
+            if comm.rank == 0:
+                path.write_text(content)
+            comm.mpi.Barrier()
+            said = same_error(comm, ModelError, model=path)
+            assert words in said, (name, said)
+            assert str(path) in said, (name, said)
+            with environment(FCOMM_MODEL=str(path)):
+                assert words in same_error(comm, ModelError)
+            alone = same_error(comm, FcommError, model=path if comm.rank == 1 else "seed")
+            assert words in alone, "one rank's trouble is everybody's"
+            assert "rank 1" in alone, alone
+        assert "No such file" in same_error(comm, ModelError, model=folder / "nosuch.json")
+        path = good.save(folder / f"good-{comm.rank}.json")
+        with make(comm, model=path) as other:  # files of the same content
+            assert other.model.digest() == good.digest()
+            assert str(path) in other.model_words
+            with refused("-1.0 for peer_us"):
+                other.use_model(negative)
+            other.use_model("seed")
+            reduce_once(other, "auto", DTYPES[0], 100, (63,))
+
+
+@case
+def ranks_with_different_models_all_say_so(comm: fcomm.Communicator) -> None:
+    if comm.world_size == 1:
+        return
+    one, two = fitted(comm, "one_shot.ll"), fitted(comm, "two_shot.ll")
+    said = same_error(comm, DisagreementError, model=two if comm.rank == comm.world_size - 1 else one)
+    assert said.startswith("the ranks disagree on the cost model: rank 0 has model "), said
+    assert one.digest()[:12] in said, said
+    assert two.digest()[:12] in said, said
+    said = same_error(comm, DisagreementError, model=one if comm.rank == 0 else None)
+    assert "rank 1 has the seed coefficients of the package" in said, said
+    said = same_error(comm, DisagreementError, model=None if comm.rank == 0 else one)
+    assert "rank 0 has the seed coefficients of the package" in said, said
+
+
+@case
+def a_model_in_the_cache_is_found_and_one_that_does_not_fit_is_left_alone(comm: fcomm.Communicator) -> None:
+    if comm.world_size not in FEW:
+        return
+    good = fitted(comm, "two_shot.ll")
+    with shared_folder(comm) as folder, environment(FCOMM_MODEL=None, FCOMM_CACHE_DIR=str(folder)):
+        path = cost_model.model_path(good.machine)
+
+        def note() -> str:
+            with make(comm) as other:
+                assert other.model.seed
+                said = str(other._model.note)
+                assert f"run mpirun -n {comm.world_size} python -m experiments.calibrate --save" in said, said
+                return said
+
+        def put(text: str) -> None:
+            if comm.rank == 0:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text)
+            comm.mpi.Barrier()
+
+        assert "there is no cost model of this machine" in note()
+        put(good.to_json())
+        with make(comm) as other:
+            assert other.model.digest() == good.digest()
+            assert other._model.note is None
+            assert other.explain("all_reduce", 4096, DTYPES[0]).choice == "two_shot.ll"
+        put(replace(good, source_hash="0" * 64).to_json())
+        assert "was left alone: it was fitted to other kernels" in note()
+        put(replace(good, protocols="0" * 64).to_json())
+        assert "was left alone: it was fitted with another set of protocols" in note()
+        put(good.to_json()[:-100])
+        assert "truncated" in note()
+        put(good.to_json())
+        with environment(FCOMM_CACHE_DIR=str(folder if comm.rank else folder / "other")):
+            assert "disagree on the cost model" in same_error(comm, DisagreementError)
+
+
+@case
+def the_kill_switch(comm: fcomm.Communicator) -> None:
+    n = comm.world_size
+    if n not in FEW:
+        return
+    with environment(FCOMM_PLAIN="1", FCOMM_PROTOCOL="one_shot.ll"), make(comm) as plain:
+        for count in (1, 777, 10007):
+            reduce_once(plain, "auto", DTYPES[0], count, (64,))
+        gather_once(plain, "auto", [random_bytes((65,), r, 1000) for r in range(n)])
+        x = plain.from_host(np.ones(64 * n, np.float32))
+        assert str(plain.prepare("all_reduce", x).protocol).startswith("barrier.")
+        assert plain.prepare("all_gather", x).protocol == "barrier.all_gather"
+        assert str(plain.prepare("reduce_scatter", x).protocol).startswith("reduce_scatter."), (
+            "it has no plain baseline"
+        )
+        with refused("one_shot.ll is not admitted here", "FCOMM_PLAIN"):
+            plain.all_reduce(x, protocol="one_shot.ll")
+        assert "FCOMM_PLAIN" in str(plain.admitted("float32")["one_shot.ll"])
+        assert "FCOMM_PLAIN is set" in plain.explain("all_reduce", 4096, "float32").why
+    with environment(FCOMM_PLAIN="1" if comm.rank == 0 else None):
+        assert "disagree" in same_error(comm, DisagreementError)
+
+
+@case
+def the_path_is_logged_once_for_each_size_class(comm: fcomm.Communicator) -> None:
+    if comm.world_size not in FEW:
+        return
+    lines: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = lines.append  # type: ignore[method-assign,assignment]
+    logger = logging.getLogger("fcomm")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    models._said.clear()
+    try:
+        with (
+            environment(FCOMM_MODEL=None),
+            mock.patch.object(cost_model, "find", return_value=None),
+            make(comm) as other,
+        ):
+            for count in (1000, 1024, 1000, 600, 1025, 2000):  # in bytes: up to 4 KiB four times, up to 8 KiB twice
+                other.all_reduce(other.from_host(np.ones(count, np.float32)))
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    texts = [line.getMessage() for line in lines]
+    if comm.rank:
+        assert texts == []
+        return
+    assert texts[0].startswith("there is no cost model of this machine"), texts
+    assert len(set(texts)) == len(texts), texts
+    starts = [f"all_reduce up to {size} among {comm.world_size} ranks: " for size in ("4 KiB", "8 KiB")]
+    assert all(any(text.startswith(start) for text in texts[1:]) for start in starts), texts
+    assert all(text.startswith(tuple(starts)) and "seed coefficients" in text for text in texts[1:]), texts
 
 
 # ---- running the table ----------------------------------------------------------------------------------------------

@@ -54,6 +54,15 @@ def gpu_shape(cells: int, sms: int, most: int = MAX_THREADS) -> LaunchShape:
     return LaunchShape(-(-cells // threads), threads)
 
 
+CPU_THREADS = 32
+CPU_BLOCKS = 2
+
+
+def cpu_shape(cells: int) -> LaunchShape:
+    """The default grid of the cpu backend for so many 16-byte cells."""
+    return LaunchShape(max(1, min(CPU_BLOCKS, -(-cells // CPU_THREADS))), CPU_THREADS)
+
+
 class Kernel(Protocol):
     """A compiled specialisation."""
 

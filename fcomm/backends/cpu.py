@@ -25,7 +25,7 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from fcomm import settings
-from fcomm.backends.base import LaunchShape, View
+from fcomm.backends.base import LaunchShape, View, cpu_shape
 from fcomm.dtypes import REDUCIBLE
 from fcomm.errors import ArgumentError, SetupError
 from fcomm.layout import CONTROL_BYTES, CONTROL_DTYPE, ERROR_DTYPE, LINE, SlabLayout
@@ -44,8 +44,6 @@ FLAGS = (
     "-fvisibility=hidden",
 )
 MAX_FIBERS = 2048
-DEFAULT_THREADS = 32
-DEFAULT_BLOCKS = 2
 
 
 @cache
@@ -233,7 +231,7 @@ class CpuBackend:
         return self._kernels[key]
 
     def default_shape(self, cells: int, most: int = MAX_THREADS) -> LaunchShape:
-        return LaunchShape(max(1, min(DEFAULT_BLOCKS, -(-cells // DEFAULT_THREADS))), DEFAULT_THREADS)
+        return cpu_shape(cells)
 
     def launch(self, kernel: CpuKernel, shape: LaunchShape, params: NDArray[np.void], stream: Any) -> None:
         if kernel.run(params.ctypes.data, shape.blocks, shape.threads) != 0:

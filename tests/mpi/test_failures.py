@@ -204,11 +204,3 @@ def test_info_says_what_a_job_would_get() -> None:
         r"barrier\.one_shot .*baseline",
     ):
         assert re.search(line, done.stdout), done.stdout
-
-
-def test_explain_says_what_would_be_used_and_what_it_sends() -> None:
-    done = alone(["-m", "fcomm", "explain", "--bytes", "64K", "--ranks", "8", "--dtype", "bf16"])
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("all_reduce of 64 KiB of bfloat16 among 8 ranks: ")
-    assert re.search(r"one_shot\.ll +1 round\(s\), 917504 bytes", done.stdout)
-    assert "(baseline)" in done.stdout

@@ -1,10 +1,8 @@
-"""The registry and the selector: what everything else takes for granted about names, headers, regions and purity."""
+"""The registry: what everything else takes for granted about names, headers and regions."""
 
 from __future__ import annotations
 
-import ast
 import ctypes
-import inspect
 import re
 import subprocess
 import sys
@@ -14,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fcomm import selector
 from fcomm.dtypes import BYTES, REDUCIBLE
 from fcomm.errors import NotAdmittedError
 from fcomm.layout import SlabLayout
@@ -182,59 +179,3 @@ def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
     with pytest.raises(NotAdmittedError, match=r"no protocol 'one_shot\.nosuch'.*one_shot\.ll") as caught:
         protocol("one_shot.nosuch")
     assert "\n" not in str(caught.value)
-
-
-# ---- selector -------------------------------------------------------------------------------------------------------
-
-facts = st.tuples(
-    st.sampled_from(COLLECTIVES),
-    st.integers(0, 8 << 20),
-    st.sampled_from(sorted(REDUCIBLE)),
-    st.integers(2, 16),
-    st.sets(st.sampled_from(sorted(EVERYTHING))).map(frozenset),
-)
-
-
-@given(facts)
-def test_a_choice_is_admitted_no_baseline_and_the_same_each_time(
-    fact: tuple[str, int, str, int, frozenset[str]],
-) -> None:
-    collective, nbytes, dtype, n, capabilities = fact
-    found = selector.candidates(collective, dtype, n, capabilities)
-    admitted = [name for name, reason in found.items() if reason is None and not protocol(name).baseline]
-    if not admitted:
-        with pytest.raises(NotAdmittedError) as caught:
-            selector.choose(collective, nbytes, dtype, n, capabilities)
-        assert all(f"{name}: {reason}" in str(caught.value) for name, reason in found.items() if reason)
-        return
-    chosen = selector.choose(collective, nbytes, dtype, n, capabilities)
-    assert chosen.name in admitted
-    assert selector.choose(collective, nbytes, dtype, n, frozenset(sorted(capabilities, reverse=True))) is chosen
-
-
-@given(facts)
-def test_candidates_are_all_of_the_collective_with_the_registry_s_own_reasons(
-    fact: tuple[str, int, str, int, frozenset[str]],
-) -> None:
-    collective, _, dtype, n, capabilities = fact
-    found = selector.candidates(collective, dtype, n, capabilities)
-    assert list(found) == [p.name for p in protocols().values() if p.collective == collective]
-    assert found == {name: protocol(name).refusal(dtype, n, capabilities) for name in found}
-
-
-def test_choosing_looks_at_nothing_but_its_arguments() -> None:
-    """All ranks must come to the same choice, so the module may not even import what differs between them."""
-    imported = {
-        name
-        for node in ast.walk(ast.parse(inspect.getsource(selector)))
-        if isinstance(node, ast.Import | ast.ImportFrom)
-        for name in [node.module or "" if isinstance(node, ast.ImportFrom) else node.names[0].name]
-    }
-    local = {"os", "time", "random", "socket", "mpi4py", "cupy", "platform", "fcomm.settings", "fcomm.bootstrap"}
-    assert not imported & local
-    assert "environ" not in inspect.getsource(selector)
-
-
-def test_a_collective_without_protocols_is_one_sentence() -> None:
-    with pytest.raises(NotAdmittedError, match="none is registered"):
-        selector.choose("all_to_all", 1, "float32", 2, EVERYTHING)
