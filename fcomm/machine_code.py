@@ -641,16 +641,17 @@ def _sites(protocol: Protocol, n: int) -> list[tuple[int, int]]:
     """For each phase: stores of cells where it pushes, and loads of cells where it looks for what was pushed.
 
     A thread that has something for all peers pushes it to all at once, and one that adds takes all ranks' cells at once,
-    its own rank's predicated off. Where a peer gets, or is the source of, a cell of its own, a thread has a batch of those.
+    its own rank's predicated off. Where a peer gets, or is the source of, a cell of its own, a thread has a batch of those,
+    and before the batches that it pushes a single one.
     """
     phases, batch = protocol.algorithm.phases, _batch_cells()
-    return [(batch if p == "shard" and k == 0 else n - 1, batch if k > 0 else n) for k, p in enumerate(phases)]
+    return [(1 + batch if p == "shard" and k == 0 else n - 1, batch if k > 0 else n) for k, p in enumerate(phases)]
 
 
 @cache
 def _batch_cells() -> int:
     """Cells of a batch, which algo/shards.cuh decides."""
-    found = re.search(r"\bkCells = (\d+);", (kernel_root() / "algo" / "shards.cuh").read_text())
+    found = re.search(r"\bkBatch = (\d+);", (kernel_root() / "algo" / "shards.cuh").read_text())
     assert found is not None
     return int(found[1])
 

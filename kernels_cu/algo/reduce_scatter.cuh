@@ -13,13 +13,14 @@ FC_DEVICE void reduce_scatter(const Params& p) {
   Slots<Wire, false> slots(p, p.region[0], 0);
   const u32 cells = cells_of<Wire>(p.part);
   Tiles tiles(cells, chunk_cells<Wire>(cells));
+  const Batch<Wire, 1> first(p, shards, tiles, tiles.first_item());
   launch_wait();
-  Payload v[Batch<Wire>::kCells];
-  Batch<Wire>(p, shards, tiles).template load<T>(p.in, v);  // before the epoch: the compiler waits for that at once
+  Payload v = {{0, 0, 0, 0}};
+  first.template load<T>(p.in, &v);  // before the epoch: the compiler waits for that at once
   const Turn<Wire> turn(p);
   if (turn.poisoned()) return;
   slots.begin(turn);
-  scatter<Wire, T>(p, shards, slots, tiles, v);
+  scatter<Wire, T>(p, shards, slots, tiles, first, v);
 
   Ticket ticket;
   ticket.draw(p);

@@ -42,27 +42,30 @@ class Shards {
   u64 rest_;
 };
 
-// A thread's cells of the peers' parts in a tile, a few at a time: all of those are asked for before one is waited for.
-template <class Wire>
+// Some of a thread's cells of the peers' parts in a tile: all of them are asked for before one is waited for. Which they are
+// is worked out once for all that is done with them, since a small message takes as long as the instructions for it.
+template <class Wire, u32 kCells>
 class Batch {
  public:
-  static constexpr u32 kCells = 4;
-
-  FC_DEVICE Batch(const Params& p, const Shards& shards, const Tiles& tile)
-      : p_(p), shards_(shards), tile_(tile), at_(tile.first_item()) {}
+  FC_DEVICE Batch(const Params& p, const Shards& shards, const Tiles& tile, u32 from)
+      : p_(p), shards_(shards), tile_(tile), at_(from) {
+    locate();
+  }
   FC_DEVICE bool more() const { return at_ < tile_.items(); }
-  FC_DEVICE void next() { at_ += kCells * tile_.stride(); }
+  FC_DEVICE void next() {
+    at_ += kCells * tile_.stride();
+    locate();
+  }
 
   // Calls f(k, peer, cell) for the k-th cell of these, where there is one.
   template <class F>
   FC_DEVICE void each(const F& f) const {
 #pragma unroll
     for (u32 k = 0; k < kCells; k++) {
-      const u32 v = at_ + k * tile_.stride();
-      if (v >= tile_.items()) break;  // of a small message a thread has one cell: nothing is worked out for the others
-      const Item i = tile_.item(v);
-      const u32 peer = p_.rank + i.behind < FC_N ? p_.rank + i.behind : p_.rank + i.behind - FC_N;
-      if (i.cell < tile_.end() && i.cell < shards_.cells<Wire>(peer)) f(k, peer, i.cell);
+      const u32 behind = which_[k] >> kCellBits;
+      if (behind != 0) {
+        f(k, p_.rank + behind < FC_N ? p_.rank + behind : p_.rank + behind - FC_N, which_[k] & kCellMask);
+      }
     }
   }
   template <class T>
@@ -71,22 +74,47 @@ class Batch {
   }
 
  private:
+  static constexpr u32 kCellBits = 28, kCellMask = (1u << kCellBits) - 1;  // slots are smaller than 4 GiB
+  static_assert(FC_N <= 16, "the rank has the four bits that are left");
+
+  FC_DEVICE void locate() {
+#pragma unroll
+    for (u32 k = 0; k < kCells; k++) which_[k] = 0;
+#pragma unroll
+    for (u32 k = 0; k < kCells; k++) {
+      const u32 v = at_ + k * tile_.stride();
+      if (v >= tile_.items()) break;
+      const Item i = tile_.item(v);
+      const u32 peer = p_.rank + i.behind < FC_N ? p_.rank + i.behind : p_.rank + i.behind - FC_N;
+      if (i.cell < tile_.end() && i.cell < shards_.cells<Wire>(peer)) which_[k] = i.behind << kCellBits | i.cell;
+    }
+#pragma unroll
+    for (u32 k = 0; k < kCells; k++) which_[k] = pinned(which_[k]);
+  }
+
   const Params& p_;
   const Shards& shards_;
   const Tiles& tile_;
-  u32 at_;
+  u32 at_, which_[kCells];
 };
 
-// Pushes to each peer its part of my input. The first batch of the first tile was loaded before.
+constexpr u32 kBatch = 4;
+
+// Pushes to each peer its part of my input. `first` is the thread's first cell, which was loaded to `v` while the epoch was
+// on its way; small messages have no more.
 template <class Wire, class T>
-FC_DEVICE void scatter(const Params& p, const Shards& shards, const Slots<Wire, false>& slots, Tiles tiles, Payload* v) {
-  for (bool loaded = true; tiles.more(); tiles.next(), loaded = false) {
-    for (Batch<Wire> batch(p, shards, tiles); batch.more(); batch.next()) {
-      if (!loaded) batch.template load<T>(p.in, v);
-      loaded = false;
-      batch.each([&](u32 k, u32 peer, u32 cell) { slots.push_to(peer, cell, v[k]); });
+FC_DEVICE void scatter(const Params& p, const Shards& shards, const Slots<Wire, false>& slots, const Tiles& tiles,
+                       const Batch<Wire, 1>& first, Payload v) {
+  first.each([&](u32, u32 peer, u32 cell) { slots.push_to(peer, cell, v); });
+  u32 done = tiles.stride();
+  for (Tiles tile = tiles; tile.more(); tile.next()) {
+    for (Batch<Wire, kBatch> batch(p, shards, tile, tile.first_item() + done); batch.more(); batch.next()) {
+      Payload more[kBatch];
+      batch.template load<T>(p.in, more);
+      batch.each([&](u32 k, u32 peer, u32 cell) { slots.push_to(peer, cell, more[k]); });
     }
-    slots.publish(tiles.index(), shards.peers_with<Wire>(tiles.base()));
+    done = 0;
+    slots.publish(tile.index(), shards.peers_with<Wire>(tile.base()));
   }
 }
 

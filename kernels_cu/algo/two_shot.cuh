@@ -40,15 +40,16 @@ FC_DEVICE void two_shot(const Params& p) {
   const u32 cells1 = cells_of<Wire1>(p.part), cells2 = cells_of<Wire2>(p.part), own_cells = shards.cells<Wire1>(p.rank);
   const Tiles tiles1(cells1, kSameSpans ? chunk_cells<Wire1>(cells1) : tile_cells<Wire1>());
   const Tiles tiles2(cells2, kSameSpans ? chunk_cells<Wire2>(cells2) : tile_cells<Wire2>());
+  const Batch<Wire1, 1> first(p, shards, tiles1, tiles1.first_item());
   launch_wait();
-  Payload v[Batch<Wire1>::kCells];
-  Batch<Wire1>(p, shards, tiles1).template load<T>(p.in, v);  // before the epoch: the compiler waits for that at once
+  Payload v = {{0, 0, 0, 0}};
+  first.template load<T>(p.in, &v);  // before the epoch: the compiler waits for that at once
   const Turns<Wire1, Wire2> turns(p);
   if (turns.first().poisoned()) return;
   slots1.begin(turns.first());
   slots2.begin(turns.second());
 
-  scatter<Wire1, T>(p, shards, slots1, tiles1, v);
+  scatter<Wire1, T>(p, shards, slots1, tiles1, first, v);
 
   Ticket ticket;
   ticket.draw(p);
@@ -87,9 +88,9 @@ FC_DEVICE void two_shot(const Params& p) {
   // The others' parts, already added.
   for (Tiles t = tiles2; t.more(); t.next()) {
     if (!slots2.await(t.index(), shards.peers_with<Wire2>(t.base()))) return;
-    for (Batch<Wire2> batch(p, shards, t); batch.more(); batch.next()) {
-      Cell got[Batch<Wire2>::kCells];
-      if (!slots2.template take_each<Batch<Wire2>::kCells>([&](const auto& f) { batch.each(f); }, got)) return;
+    for (Batch<Wire2, kBatch> batch(p, shards, t, t.first_item()); batch.more(); batch.next()) {
+      Cell got[kBatch];
+      if (!slots2.template take_each<kBatch>([&](const auto& f) { batch.each(f); }, got)) return;
       batch.each([&](u32 k, u32 peer, u32 cell) { shards.store<Wire2, T>(p.out, peer, cell, Wire2::payload(got[k])); });
     }
   }
