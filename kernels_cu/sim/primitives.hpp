@@ -38,7 +38,8 @@ struct alignas(16) Cell {
 #define gridDim   (::fc_sim::Dim3{::fc_sim::fc_machine->self->blocks, 1, 1})
 
 FC_DEVICE u32 lane_id() { return threadIdx.x % 32; }
-FC_DEVICE void compute_now(u64) {}
+FC_DEVICE u64 pinned(u64 v) { return v; }
+FC_DEVICE u32 pinned(u32 v) { return v; }
 FC_DEVICE void spin_pause() { fc_sim::fc_machine->pause(); }
 FC_DEVICE void block_barrier() { fc_sim::fc_machine->meet(0); }
 FC_DEVICE void group_sync(u32 mask) { fc_sim::fc_machine->meet(mask); }
