@@ -106,9 +106,17 @@ def flatten(text: str, root: Path | None = None) -> str:
 
 @cache
 def source_hash() -> str:
-    """SHA-256 over all kernel sources: which kernels a record was taken with."""
+    """SHA-256 over all kernel sources but their comments, without the simulator: which kernels a record was taken with."""
     digest = hashlib.sha256()
     root = kernel_root()
     for path in sorted(p for p in root.rglob("*") if p.suffix in (".cuh", ".hpp")):
-        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+        name = path.relative_to(root).as_posix()
+        if not name.startswith("sim/"):
+            digest.update(f"{name}\0{_code(path.read_text())}\0".encode())
     return digest.hexdigest()
+
+
+def _code(text: str) -> str:
+    """The lines of a source without comments and empty lines."""
+    lines = (re.sub(r"\s*//.*$", "", line).rstrip() for line in text.splitlines())
+    return "\n".join(line for line in lines if line)

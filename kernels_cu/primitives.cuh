@@ -226,6 +226,7 @@ FC_DEVICE void launch_wait() {
   launch_dependents();
 #endif
 }
+constexpr u32 kLineCells = 8;   // cells that lie in one line of memory; blocks have a multiple of it in threads
 FC_DEVICE void spin_pause() {}  // a spinning warp costs its own issue slots only
 FC_DEVICE void block_barrier() { __syncthreads(); }
 // The late trigger of a block. All its threads that have not returned call it, behind their last store of the output.

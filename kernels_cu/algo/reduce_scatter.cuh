@@ -29,7 +29,7 @@ FC_DEVICE void reduce_scatter(const Params& p) {
 
   for (; tiles.more(); tiles.next()) {
     if (!slots.await(tiles.index(), all_peers(p))) return;
-    for (u32 c = tiles.first_own(); c < tiles.end(); c += tiles.stride()) {
+    for (u32 c = tiles.first_own<Wire>(); c < tiles.end(); c += tiles.stride()) {
       Payload sum;
       if (!reduce_own<Wire, T>(p, shards, slots, c, &sum)) return;
       store_payload<Wire, T>(p, p.out, p.part, Wire::span(c), sum);

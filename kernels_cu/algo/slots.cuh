@@ -139,10 +139,12 @@ class Tiles {
   FC_DEVICE u32 items() const { return end() <= base() ? 0 : (end() - base() + 31) / 32 * 32 * (FC_N - 1); }
   FC_DEVICE Item item(u32 v) const { return Item{v / 32 % (FC_N - 1) + 1, base() + v / 32 / (FC_N - 1) * 32 + v % 32}; }
 
-  // The tile's cells of my own part, whose sums everyone waits for, spread over all blocks: for (c = first_own(); c < end();
-  // c += stride()).
+  // The tile's cells of my own part, whose sums everyone waits for, spread over all blocks a line at a time: for (c =
+  // first_own(); c < end(); c += stride()).
+  template <class Wire>
   FC_DEVICE u32 first_own() const {
-    return size_ == 0 ? (threadIdx.x / 32 * gridDim.x + blockIdx.x) * 32 + threadIdx.x % 32 : first();
+    constexpr u32 kSide = Wire::kGroupCells > kLineCells ? Wire::kGroupCells : kLineCells;
+    return size_ == 0 ? (threadIdx.x / kSide * gridDim.x + blockIdx.x) * kSide + threadIdx.x % kSide : first();
   }
 
   // Whether this is the first cell that the thread handles at all.

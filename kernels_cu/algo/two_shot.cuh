@@ -63,7 +63,7 @@ FC_DEVICE void two_shot(const Params& p) {
   for (Tiles t = tiles1; t.more() && t.base() < own_cells; t.next()) {
     if (!slots1.await(t.index(), all_peers(p))) return;
     bool complete = true;
-    for (u32 c = t.first_own(); c < t.end() && c < own_cells; c += t.stride()) {
+    for (u32 c = t.first_own<Wire1>(); c < t.end() && c < own_cells; c += t.stride()) {
       Payload sum;
       complete = reduce_own<Wire1, T>(p, shards, slots1, c, &sum);
       if (!complete) break;

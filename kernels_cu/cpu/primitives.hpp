@@ -23,6 +23,7 @@ struct alignas(16) Cell {
 #define gridDim   (::fc_cpu::Dim3{::fc_cpu::grid()->blocks, 1, 1})
 
 FC_DEVICE u32 lane_id() { return fc_cpu::self().thread % fc_cpu::kWarp; }
+constexpr u32 kLineCells = 8;
 FC_DEVICE u64 pinned(u64 v) { return v; }
 FC_DEVICE u32 pinned(u32 v) { return v; }
 FC_DEVICE void launch_wait() {}

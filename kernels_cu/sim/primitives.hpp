@@ -38,6 +38,7 @@ struct alignas(16) Cell {
 #define gridDim   (::fc_sim::Dim3{::fc_sim::fc_machine->self->blocks, 1, 1})
 
 FC_DEVICE u32 lane_id() { return threadIdx.x % 32; }
+constexpr u32 kLineCells = 1;  // blocks may have any number of threads
 FC_DEVICE u64 pinned(u64 v) { return v; }
 FC_DEVICE u32 pinned(u32 v) { return v; }
 FC_DEVICE void spin_pause() { fc_sim::fc_machine->pause(); }

@@ -30,12 +30,22 @@ if reason := why_not():
 RANKS = (2, 4, 8)
 TABLE_LIMIT_S = 150
 ATTEMPTS = 4
-SLOW_AT_8 = {"no_memory_left_is_one_sentence"}
+ONCE = {"no_memory_left_is_one_sentence"} | {
+    function.__name__
+    for function in (
+        ranks.models_that_do_not_fit_are_refused_on_all_ranks,
+        ranks.ranks_with_different_models_all_say_so,
+        ranks.a_model_in_the_cache_is_found_and_one_that_does_not_fit_is_left_alone,
+        ranks.the_kill_switch,
+        ranks.the_path_is_logged_once_for_each_size_class,
+    )
+}
+"""Cases that take long with many ranks on one GPU, or that have to do with the host alone: for two ranks only."""
 NAMES = [*cases.CASES, *ranks.CASES]
 
 
 def wanted(n: int) -> list[str]:
-    return [name for name in NAMES if not (n != 2 and name in SLOW_AT_8)]
+    return [name for name in NAMES if not (n != 2 and name in ONCE)]
 
 
 @pytest.fixture(scope="module")

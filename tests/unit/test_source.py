@@ -11,7 +11,7 @@ import pytest
 from fcomm import source
 from fcomm.errors import SetupError
 from fcomm.protocols import protocols
-from fcomm.source import Specialisation, flatten, kernel_root
+from fcomm.source import Specialisation, _code, flatten, kernel_root
 
 SPECS = [Specialisation(p, t, 3) for p in protocols().values() for t in p.dtypes]
 
@@ -111,3 +111,13 @@ def test_kernels_inside_the_package_are_found_first(monkeypatch: pytest.MonkeyPa
     shutil.rmtree(beside)
     with pytest.raises(SetupError, match="kernel sources are missing"):
         find()
+
+
+def test_comments_change_no_hash_and_code_does() -> None:
+    assert _code("a;  // why\n\n  // more\nb;\n") == _code("a;\nb; // other") == "a;\nb;"
+    assert _code("a;") != _code("a ;")
+    assert not any(
+        "//" in line and '"' in line.split("//")[0] and '"' in line.split("//")[1]
+        for p in kernel_root().rglob("*.cuh")
+        for line in p.read_text().splitlines()
+    )  # none within a string
