@@ -103,6 +103,18 @@ def test_the_same_of_every_world_size(spec: Specialisation, arch: str) -> None:
     check(spec, arch, every[key(spec, arch)])
 
 
+WIDEST = [
+    (p, max(n for n in range(2, 9) if p.max_threads(n) == p.max_threads(2)))
+    for p in ENCODED
+    if p.algorithm.phases[0] == "shard" and "+" not in p.name
+]
+
+
+@pytest.mark.parametrize(("p", "n"), WIDEST)
+def test_nothing_spills_among_the_most_ranks_that_its_widest_blocks_are_for(p: Protocol, n: int) -> None:
+    assert compile_specialisation(Specialisation(p, FLOAT32, n), "sm_90").faults() == []
+
+
 def compile_and_read(spec: Specialisation, arch: str) -> tuple[Cubin, Listing]:
     cubin = compile_specialisation(spec, arch)
     return cubin, disassemble(cubin)
