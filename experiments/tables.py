@@ -103,9 +103,14 @@ def cells(latency: pd.DataFrame, by: str = "family", l2_gbps: float | None = Non
     frame = frame.drop_duplicates(["ranks", "nbytes", "column"]).reset_index(drop=True)
     best = frame.groupby(["ranks", "nbytes"])["latency_us"].transform("min")
     frame["fastest"] = frame["latency_us"] == best
-    rate = frame["l2_gbps"] if l2_gbps is None else l2_gbps
-    frame["l2_share"] = frame["ranks"] * frame["wire_bytes"] / (rate * 1e3) / frame["latency_us"]
+    frame["l2_share"] = l2_share(frame, l2_gbps)
     return frame
+
+
+def l2_share(latency: pd.DataFrame, l2_gbps: float | None = None) -> pd.Series[float]:
+    """Of each latency, the share that all ranks' wire bytes take to pass the L2 of a shared GPU; NaN where not known."""
+    rate = latency["l2_gbps"] if l2_gbps is None else l2_gbps
+    return latency["ranks"] * latency["wire_bytes"] / (rate * 1e3) / latency["latency_us"]
 
 
 def select(run: Run, collective: str, launch: str, mode: str | None = None, dtype: str | None = None) -> pd.DataFrame:
