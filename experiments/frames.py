@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 
 from experiments.tables import L2_SHARE, l2_share, rows
 from fcomm import provenance, selector
-from fcomm.errors import NotAdmittedError, RecordError
+from fcomm.errors import ArgumentError, NotAdmittedError, RecordError
 from fcomm.measure import (
     FLOOR,
     launch_draws,
@@ -40,6 +41,7 @@ LAUNCHES = ("none", "late", "early")
 """Launch features in the order of figures and tables."""
 POINT = ["collective", "dtype", "mode", "ranks", "nbytes"]
 """What two things must have in common to be compared, beside the launch feature."""
+NO_TIMES = "the run has no times of"
 ANY = "any"
 """As a side's launch feature: the fastest of all of them."""
 
@@ -108,7 +110,7 @@ def first_kind(run: Run, collective: str, mode: str | None = None, dtype: str | 
     """`measured` of the mode and dtype that the run has first of that collective; `RecordError` where there is none."""
     frame = measured(run, collective, mode=mode, dtype=dtype)
     if frame.empty:
-        raise RecordError(f"the run has no times of {collective.replace('_', '-')}")
+        raise RecordError(f"{NO_TIMES} {collective.replace('_', '-')}")
     return frame[(frame["mode"] == frame["mode"].iloc[0]) & (frame["dtype"] == frame["dtype"].iloc[0])]
 
 
@@ -283,6 +285,7 @@ class Summary:
 
     points: int
     masked: int
+    masked_losses: int
     wins: int
     losses: int
     even: int
@@ -300,7 +303,7 @@ class Summary:
 
     @property
     def counts(self) -> str:
-        masked = f", {self.masked} about the L2 and not counted" if self.masked else ""
+        masked = f"; not counted: {self.masked} about the L2 ({self.masked_losses} of them slower)" if self.masked else ""
         return f"{self.wins} of {self.points} faster, {self.losses} slower, {self.even} not told apart{masked}"
 
 
@@ -316,7 +319,7 @@ def summarise(found: pd.DataFrame) -> Summary:
     best = rows(kept.sort_values("change_percent", kind="stable").head(1))
     calls = (int(kept["iterations"].min()), int(kept["iterations"].max())) if len(kept) else (0, 0)
     return Summary(
-        len(kept), len(found) - len(kept), wins, losses, len(kept) - wins - losses, *medians,
+        len(kept), len(found) - len(kept), int((found["masked"].astype(bool) & (found["verdict"] == "loss")).sum()), wins, losses, len(kept) - wins - losses, *medians,
         best[0] if best else None, calls, int(kept["launches"].min()) if len(kept) else 0,
     )  # fmt: skip
 
@@ -480,3 +483,32 @@ def shared(run: Run) -> bool:
 def emulated(run: Run) -> bool:
     """Whether the times are those of the cpu backend."""
     return bool(run.provenance.get("backend") == "cpu")
+
+
+# ---- others' published curves ----------------------------------------------------------------------------------------
+
+PUBLISHED = Path(__file__).resolve().parent / "data" / "published_latency.csv"
+
+
+def published(gpu: str) -> pd.DataFrame:
+    """Latencies that others published for that GPU (graph replay; NCCL by nccl-tests), as `plots.side_latency` draws them.
+
+    Lines to plot beside ours, never numbers to subtract ours from: they were taken elsewhere, by rank 0 alone, with inputs of
+    ones. Columns: collective, system, version, ranks, bytes, latency_us, label. `ArgumentError` for a GPU that is not there.
+    """
+    import pandas as pd
+
+    if not PUBLISHED.is_file():
+        raise ArgumentError(f"{PUBLISHED} is not there: published curves come with a checkout, not with the package")
+    frame = pd.read_csv(PUBLISHED)
+    if gpu not in set(frame["gpu"]):
+        raise ArgumentError(f"nothing is published of {gpu!r}; there is {', '.join(sorted(frame['gpu'].unique()))}")
+    frame = frame[(frame["gpu"] == gpu) & frame["mode"].isin(["graph", "nccl-tests"])]
+    names = {"sglang": {"0.5.14": "custom AR v2 (SGLang)", "0.5.10": "custom AR v1 (SGLang)"}, "trtllm": {}, "vllm": {}, "nccl": {}}
+    plain = {"trtllm": "TensorRT-LLM", "vllm": "vLLM", "nccl": "NCCL"}
+    frame["label"] = [
+        f"published, {gpu}: {names.get(system, {}).get(version, plain.get(system, system))}"
+        for system, version in zip(frame["system"], frame["version"], strict=True)
+    ]
+    keys = ["collective", "system", "version", "label", "ranks", "bytes"]
+    return frame.groupby(keys, as_index=False, sort=True)["latency_us"].mean()

@@ -147,7 +147,7 @@ def _label(row: dict[str, Any]) -> str:
     return f"{text} ({', '.join(notes)})" if notes else text
 
 
-def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
+def aligned(table: Sequence[Sequence[str]]) -> list[str]:
     """A Markdown table whose columns are also straight in a terminal."""
     widths = [max(len(row[k]) for row in table) for k in range(len(table[0]))]
     lines = ["| " + " | ".join(text.ljust(w) for text, w in zip(row, widths, strict=True)) + " |" for row in table]
@@ -184,7 +184,7 @@ def matrix(frame: pd.DataFrame, columns: Sequence[str], label: bool) -> Iterator
                 )
                 line.append("" if math.isnan(ours / theirs) else f"{ours / theirs:.3f}")
             table.append(line)
-        yield from _aligned(table)
+        yield from aligned(table)
         yield ""
 
 
