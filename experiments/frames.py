@@ -450,7 +450,7 @@ def caption(run: Run, frame: pd.DataFrame) -> str:
     calls = f"{most}" if fewest == most else f"{fewest} to {most}"
     launches = int(frame["launches"].max())
     said = [
-        f"{run.taken_on}.",
+        f"{run.taken_on[0].upper()}{run.taken_on[1:]}.",
         f"Median over {calls} calls of the slowest rank, {launches} {'launch' if launches == 1 else 'launches'}; "
         f"95 % intervals{'' if launches > 1 else ' over calls'}.",
     ]
@@ -463,7 +463,7 @@ def caption(run: Run, frame: pd.DataFrame) -> str:
             said.append("The L2's rate was not measured, so nothing is masked.")
         elif frame["masked"].any():
             said.append(
-                f"Hollow: all ranks' bytes take more than {L2_SHARE:.0%} of the time at the L2's rate "
+                f"Hollow: all ranks' bytes take more than {100 * L2_SHARE:.0f} % of the time at the L2's rate "
                 f"({rates.min():,.0f} to {rates.max():,.0f} GB/s): about the L2, not counted."
             )
         else:

@@ -200,7 +200,7 @@ def _plain_microseconds(axis: Axes) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     low, high = axis.get_ylim()
-    wide = high / low > 30
+    wide = high / low > 300
     axis.yaxis.set_major_locator(LogLocator(base=10, subs=(1.0,) if wide else (1.0, 2.0, 5.0)))
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}"))
     axis.yaxis.set_minor_locator(LogLocator(base=10, subs=tuple(np.arange(2.0, 10.0))))
@@ -258,7 +258,9 @@ def side_latency(
     """
     frame, launch = _of_launch(run, collective, launch)
     if published is not None:
-        published = published[published["collective"] == collective]
+        published = published[
+            (published["collective"] == collective) & published["bytes"].between(frame["nbytes"].min(), frame["nbytes"].max())
+        ]
     sides = [s for s in frames.SIDES.get(collective, (frames.OURS, frames.BASELINES)) if len(s.of(frame))]
     counts = _rank_counts(frame)
     figure, axes = _panels(counts)
@@ -271,12 +273,12 @@ def side_latency(
             for k, (label, of_it) in enumerate(published[published["ranks"] == n].groupby("label", sort=False)):
                 axis.plot(
                     of_it["bytes"], of_it["latency_us"], label=str(label), color="#AA4499", linewidth=0.9,
-                    linestyle=DASHES[k % len(DASHES)], marker="", zorder=1,
+                    linestyle=DASHES[k % len(DASHES)], marker=("", "1", "2", "3", "4")[k // len(DASHES)], zorder=1,
                 )  # fmt: skip
         _dress(axis)
     said = "; thin: published by others on their machines" if published is not None and len(published) else ""
     return _finish(
-        run, figure, axes, frame, f"{_title(frame)} latency, dependent launch {launch} on all sides",
+        run, figure, axes, frame, _title(frame, f" latency, dependent launch {launch} on all sides"),
         "latency (µs), slowest rank", f"The fastest case of each at each size{said}.",
     )  # fmt: skip
 
@@ -304,15 +306,16 @@ def reduction(
     figure, axes = _panels(counts)
     for axis, n in zip(axes.flat, counts, strict=False):
         _reduction_panel(axis, found[found["ranks"] == n], n)
-    _shared_scale(axes)
+    compressed = "; the scale is compressed beyond 50 %" if _shared_scale(axes) else ""
     both = f"dependent launch {launch} on both sides"
     if their_launch is not None:
         both = f"{'fastest' if launch == frames.ANY else launch} trigger against {their_launch}"
     total = frames.summarise(found)
     shown = frame[frame["dependent_launch"].isin({their_launch or launch, launch})]
     return _finish(
-        run, figure, axes, shown, f"{_title(frame)}: {ours.name} against {theirs.name}, {both}",
-        "change of latency (%)", f"All panels: {total.counts}. Below zero: ours is faster.",
+        run, figure, axes, shown, _title(frame, f": {ours.name} against {theirs.name}, {both}"),
+        "change of latency (%)",
+        f"All panels: {total.counts}. Below zero: ours is faster. Dashed: median; ringed: best{compressed}.",
     )  # fmt: skip
 
 
@@ -329,7 +332,7 @@ def _reduction_panel(axis: Axes, found: pd.DataFrame, n: int) -> None:
             axis.errorbar(
                 of_it["nbytes"], y, yerr=None if np.isnan(spread).any() else spread, fmt=look["marker"], color=look["color"],
                 markerfacecolor="white" if masked and verdict != "unknown" else look["color"], markersize=5.5, elinewidth=1.1,
-                capsize=2.5, label=None if masked else look["label"], zorder=3,
+                capsize=2.5, label=f"{look['label']}, masked" if masked else look["label"], zorder=3,
             )  # fmt: skip
     total = frames.summarise(found)
     axis.set_xscale("log", base=2)
@@ -340,28 +343,30 @@ def _reduction_panel(axis: Axes, found: pd.DataFrame, n: int) -> None:
             markeredgecolor="black", linestyle="none", zorder=4,
         )  # fmt: skip
         axis.set_title(
-            f"{n} ranks: median {total.median_percent:+.1f} % (dashed), best {total.best['change_percent']:+.1f} % (ringed)",
-            fontsize=8.5,
+            f"{n} ranks: median {total.median_percent:+.1f} %, best {total.best['change_percent']:+.1f} %", fontsize=9
         )
     else:
-        axis.set_title(f"{n} ranks: all points are about the L2", fontsize=8.5)
+        axis.set_title(f"{n} ranks: all points are about the L2", fontsize=9)
     axis.tick_params(axis="x", labelsize=7.5)
     axis.grid(visible=True, color="0.88", linewidth=0.6)
     axis.spines[["top", "right"]].set_visible(False)
 
 
-def _shared_scale(axes: Any) -> None:
-    """Linear where it matters, compressed beyond 50 %: one large loss must not flatten all other points."""
+def _shared_scale(axes: Any) -> bool:
+    """Compressed beyond 50 % where there is a larger loss, which must not flatten all other points; whether it is."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
     axis = axes.flat[0]
     low, high = axis.get_ylim()
-    if high > 80:
+    compressed = high > 80
+    if compressed:
         axis.set_yscale("symlog", linthresh=50, linscale=2.5)
+        axis.set_ylim(low, high * 1.3)
         marks = [m for m in (-50, -40, -30, -20, -10, 0, 10, 20, 30, 40, 50, 100, 200, 400, 800) if low <= m <= high * 1.1]
         axis.yaxis.set_major_locator(FixedLocator(marks))
         axis.yaxis.set_minor_locator(NullLocator())
     axis.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:+.0f}" if v else "0"))
+    return compressed
 
 
 def best_encodings(run: Run, collective: str = "all_reduce", launch: str | None = None) -> Figure:
@@ -391,7 +396,7 @@ def best_encodings(run: Run, collective: str = "all_reduce", launch: str | None 
     axis.tick_params(length=0)
     axis.spines[:].set_visible(False)
     return _finish(
-        run, figure, axes, found, f"{_title(frame)}: our fastest protocol by size and ranks, dependent launch {launch}", "",
+        run, figure, axes, found, _title(frame, f": our fastest protocol by size and ranks, dependent launch {launch}"), "",
         "\"= k others\": the intervals of k other protocols of ours overlap its own.", legend=False,
     )  # fmt: skip
 
@@ -419,7 +424,7 @@ def one_encoding(run: Run, collective: str = "all_reduce", launch: str | None = 
         _dress(axis)
         _plain_factors(axis)
     return _finish(
-        run, figure, axes, ours, f"{_title(frame)}: one encoding at a time, dependent launch {launch}",
+        run, figure, axes, ours, _title(frame, f": one encoding at a time, dependent launch {launch}"),
         "time over the time with all encodings", "Each encoding with its best algorithm and, at 1, all of them.",
     )  # fmt: skip
 
@@ -443,7 +448,7 @@ def shots(run: Run, launch: str | None = None) -> Figure:
         _dress(axis)
         _plain_factors(axis)
     return _finish(
-        run, figure, axes, frame, f"{_title(frame)}: two-shot over one-shot, dependent launch {launch}",
+        run, figure, axes, frame, _title(frame, f": two-shot over one-shot, dependent launch {launch}"),
         "time of two-shot over one-shot", "The fastest encoding of each. Below 1: two-shot is faster.",
     )  # fmt: skip
 
@@ -468,7 +473,7 @@ def triggers(run: Run, collective: str = "all_reduce") -> Figure:
     lacks = [f for f in frames.LAUNCHES if f not in features]
     said = f"Not measured: {', '.join(lacks)}." if lacks else ""
     return _finish(
-        run, figure, axes, frame, f"{_title(frame)}: dependent launch {', '.join(features)} on both sides",
+        run, figure, axes, frame, _title(frame, f": dependent launch {', '.join(features)} on both sides"),
         "latency (µs), slowest rank", said,
     )  # fmt: skip
 
@@ -504,9 +509,9 @@ def policies(run: Run, collective: str = "all_reduce", launch: str | None = None
     axis.legend(fontsize=8, loc="best", framealpha=0.9)
     halves = "launches" if int(frame["launches"].max()) > 1 else "calls of the one launch"
     return _finish(
-        run, figure, axes, frame, f"{_title(frame)}: ways to choose, dependent launch {launch}", "",
-        f"The best of each point was found on one half of the {halves} and scored on the other half. The worst of them are "
-        "left out.", legend=False, xlabel="",
+        run, figure, axes, frame, _title(frame, f": ways to choose, dependent launch {launch}"), "",
+        f"The best of each point was found on one half of the {halves} and scored on the other half; of the single protocols the "
+        "six best are shown.", legend=False, xlabel="",
     )  # fmt: skip
 
 
@@ -534,8 +539,10 @@ def floor_multiples(run: Run, collective: str = "all_reduce", launch: str | None
         _dress(axis)
         _plain_factors(axis)
     return _finish(
-        run, figure, axes, frame, f"{_title(frame)}: multiples of the floor, dependent launch {launch}",
-        "time over the floor's time", "Floor: a kernel of the same grid and launch feature that copies and communicates nothing.",
+        run, figure, axes, frame, _title(frame, f": multiples of the floor, dependent launch {launch}"),
+        "time over the floor's time",
+        "Floor: a kernel of the same grid and launch feature that copies input to output and communicates nothing, for each "
+        "case its own. A pull that works in place saves that copy and may lie below 1.",
     )  # fmt: skip
 
 
@@ -559,7 +566,7 @@ def scaling(run: Run, collective: str = "all_reduce", launch: str | None = None)
     axes.flat[0].set_xticks(counts, [str(n) for n in counts])
     axes.flat[0].set_xticks([], minor=True)
     return _finish(
-        run, figure, axes, frame, f"{_title(frame)} latency over ranks, dependent launch {launch}",
+        run, figure, axes, frame, _title(frame, f" latency over ranks, dependent launch {launch}"),
         "latency (µs), slowest rank", "", xlabel="ranks",
     )  # fmt: skip
 
@@ -590,10 +597,10 @@ def _encoding_names() -> list[str]:
     return list(dict.fromkeys("+".join(dict.fromkeys(e.name for e in p.encodings)) for p in protocols().values() if p.encodings))
 
 
-def _title(frame: pd.DataFrame) -> str:
+def _title(frame: pd.DataFrame, what: str) -> str:
     first = rows(frame.head(1))[0]
     emulation = "EMULATION on CPUs: " if first["emulated"] else ""
-    return f"{emulation}{first['collective'].replace('_', '-')}, {first['dtype']}, {first['mode']}"
+    return f"{emulation}{first['collective'].replace('_', '-')}{what} ({first['dtype']}, mode {first['mode']})"
 
 
 def _panels(
@@ -646,20 +653,27 @@ def _finish(
     import textwrap
 
     first = axes.flat[0]
+    entries: dict[str, Any] = {}
     if legend:
-        entries: dict[str, Any] = {}
         for axis in axes.flat:
             if axis.figure is not None:
                 entries.update(dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True)))
-        columns = min(len(entries), 3)
-        figure.legend(entries.values(), entries, loc="outside upper center", fontsize=8, frameon=False, ncols=columns)
         if xlabel == "message size":
             _size_ticks(first, sorted(int(b) for b in shown["nbytes"].unique()))
         for axis in axes[:, 0]:
             axis.set_ylabel(ylabel, fontsize=9)
     width = figure.get_figwidth()
     text = f"{said} {frames.caption(run, shown)}".strip()
-    figure.suptitle("\n".join(textwrap.wrap(title, int(width * 12.5))), fontsize=10)
+    heading = "\n".join(textwrap.wrap(title, int(width * 12.5)))
+    if legend:  # the legend's title: a title of the figure would lie upon it
+        room = int(width * 14 / (max(map(len, entries), default=1) + 6))
+        columns = max(1, min(len(entries), room))
+        figure.legend(
+            entries.values(), entries, loc="outside upper center", fontsize=8, frameon=False, ncols=columns, title=heading,
+            title_fontsize=10,
+        )  # fmt: skip
+    else:
+        figure.suptitle(heading, fontsize=10)
     lines = textwrap.wrap(text, int(width * 17.5))
     figure.supxlabel("\n".join([xlabel, "", *lines] if xlabel else lines), fontsize=7.5)
     figure.set_label(f"{title}. {text}")
