@@ -12,8 +12,9 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from experiments.frames import grouped
 from experiments.request import COLLECTIVES, parse_ranks, parse_sizes
 from experiments.tables import aligned, latency_csv, rows
 from fcomm import bootstrap, records
@@ -148,11 +149,27 @@ def _machine_code(
 def markdown(frame: pd.DataFrame, arch: str | None) -> str:
     """A table for each rank count. frame : from `counted`."""
     lines: list[str] = []
-    for (n, nbytes), of_it in frame.groupby(["ranks", "nbytes"]):
+    for (n, nbytes), of_it in grouped(frame, ["ranks", "nbytes"]):
         lines += [f"{n} ranks, {format_size(int(nbytes))} of bfloat16", ""]
-        table = [["protocol", "rounds", "hops", "wire bytes", "stores / B", "polls / B", "re-arm bytes", "evidence", "registers"]]
+        table = [
+            [
+                "protocol",
+                "rounds",
+                "hops",
+                "wire bytes",
+                "stores / B",
+                "polls / B",
+                "re-arm bytes",
+                "evidence",
+                "registers",
+            ]
+        ]
         for row in rows(of_it):
-            name = row["protocol"] if row["form"] == row["protocol"] else f"{row['protocol']} ({row['form'].split('.')[1]})"
+            name = (
+                row["protocol"]
+                if row["form"] == row["protocol"]
+                else f"{row['protocol']} ({row['form'].split('.')[1]})"
+            )
             table.append(
                 [
                     f"`{name}`", f"{row['rounds']}", f"{row['hops']}", f"{row['wire_bytes']:,}", _short(row["stores_per_byte"]),

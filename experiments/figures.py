@@ -147,10 +147,14 @@ def parser() -> Parser:
     """The options of the command."""
     p = Parser(prog="python -m experiments.figures", description=(__doc__ or "").split(":")[0], allow_abbrev=False)
     p.add_argument("runs", type=Path, nargs="*", metavar="RUN", help="folders of runs (the newest under results/)")
-    p.add_argument("--out", type=Path, metavar="DIR", help="folder for the figures (figures/ in the first run's folder)")
+    p.add_argument(
+        "--out", type=Path, metavar="DIR", help="folder for the figures (figures/ in the first run's folder)"
+    )
     p.add_argument("--formats", default=",".join(plots.FORMATS), metavar="LIST", help=f"({','.join(plots.FORMATS)})")
     p.add_argument("--only", metavar="LIST", help="names of figures, or their beginnings")
-    p.add_argument("--published", metavar="GPU", help="lay others' published latencies over ours: h200_sxm, b300_sxm, ...")
+    p.add_argument(
+        "--published", metavar="GPU", help="lay others' published latencies over ours: h200_sxm, b300_sxm, ..."
+    )
     p.add_argument("--no-counted", action="store_true", help="leave out the counted table (it compiles kernels)")
     return p
 

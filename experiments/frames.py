@@ -10,10 +10,10 @@ Every figure, claim and notebook is made from these. A ratio is always between t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,28 +49,31 @@ ANY = "any"
 # ---- what was measured -----------------------------------------------------------------------------------------------
 
 
+def place(facts: Mapping[str, Any]) -> str:
+    """The machine of a launch in a few words. facts : its provenance."""
+    devices = sorted(
+        {f"{d.get('device', '?')} {str(d.get('uuid', ''))[:12]}".strip() for d in facts.get("devices") or []}
+    )
+    return f"{facts.get('hostname', '?')}, {facts.get('backend', '?')} backend, {', '.join(devices) or 'no device'}"
+
+
 def one_machine(runs: Sequence[Run]) -> None:
-    """Raises `RecordError` where launches were taken on different machines: their times are not comparable."""
+    """Raises `RecordError` where launches were taken on different machines: their times go in no common figure.
+
+    Two runs may differ in ranks and kernels; launches of one run may not.
+    """
     taken = [(run.path, facts) for run in runs for facts in run.launches]
-    for path, facts in taken[1:]:
-        first = taken[0][1]
-        # Two runs may differ in ranks and kernels, launches of one run in nothing.
-        keys = ("hostname", "backend", "devices") if path != taken[0][0] else None
-        kept = [first, facts] if keys is None else [{k: f.get(k) for k in keys} for f in (first, facts)]
-        if keys is not None:
-            kept = [{**f, "devices": _models(f.get("devices"))} for f in kept]
-        why = provenance.mismatch(*kept)
-        if why is not None:
+    for (path, facts), (_, before) in zip(taken[1:], taken, strict=False):
+        if place(before) != place(facts):
             raise RecordError(
-                f"{path} mixes machines and nothing is drawn: {why}; take all launches on one machine"
-                if keys is None
-                else f"{taken[0][0]} and {path} are of different machines and go in no common figure: {why}"
+                f"{path} mixes machines, and times of different machines go in no common figure: {place(before)}; {place(facts)}"
             )
-
-
-def _models(devices: Any) -> list[Any]:
-    """Devices without what differs between two jobs on one machine."""
-    return sorted({str(d.get("uuid", d.get("device"))) for d in devices or []})
+    for run in runs:
+        first, *others = run.launches or [{}]
+        for facts in others:
+            why = provenance.mismatch(first, facts)
+            if why is not None:
+                raise RecordError(f"{run.path} mixes launches that are not replicates, and nothing is drawn: {why}")
 
 
 def measured(
@@ -97,9 +100,7 @@ def measured(
     frame = frame.copy()
     frame["family"] = [
         protocol.split(".")[0] if baseline else algorithm
-        for protocol, baseline, algorithm in zip(
-            frame["protocol"], frame["baseline"], frame["algorithm"], strict=True
-        )
+        for protocol, baseline, algorithm in zip(frame["protocol"], frame["baseline"], frame["algorithm"], strict=True)
     ]
     frame["l2_share"] = l2_share(frame)
     frame["masked"] = frame["l2_share"] > L2_SHARE
@@ -118,6 +119,13 @@ def launch_features(frame: pd.DataFrame) -> list[str]:
     """The launch features of a frame, in their order."""
     there = set(frame["dependent_launch"])
     return [name for name in LAUNCHES if name in there] + sorted(there - set(LAUNCHES))
+
+
+def grouped(
+    frame: pd.DataFrame, by: Sequence[str], sort: bool = True
+) -> Iterator[tuple[tuple[Any, ...], pd.DataFrame]]:
+    """The frame's groups with their keys as tuples."""
+    yield from cast(Any, frame.groupby(list(by), sort=sort))
 
 
 # ---- sides of a comparison -------------------------------------------------------------------------------------------
@@ -214,11 +222,13 @@ def ratios(
         a = ours.of(frame if here == ANY else frame[frame["dependent_launch"] == here])
         b = theirs.of(frame if there == ANY else frame[frame["dependent_launch"] == there])
         calls = _Calls(run, [*a["case"], *b["case"]])
-        of_theirs = dict(list(b.groupby(POINT)))
-        for key, mine in a.groupby(POINT):
+        of_theirs = dict(grouped(b, POINT))
+        for key, mine in grouped(a, POINT):
             if key in of_theirs:
                 kind = here if here == there else f"{here} against {there}"
-                found.append({**dict(zip(POINT, key, strict=True)), "launch": kind, **_compare(mine, of_theirs[key], calls)})
+                found.append(
+                    {**dict(zip(POINT, key, strict=True)), "launch": kind, **_compare(mine, of_theirs[key], calls)}
+                )
     columns = [*POINT, "launch", *_COMPARED]
     return pd.DataFrame(found, columns=columns).sort_values(["launch", *POINT], kind="stable").reset_index(drop=True)
 
@@ -235,8 +245,8 @@ class _Calls:
     def __init__(self, run: Run, cases: Sequence[int]) -> None:
         calls = slowest_rank(run.samples[run.samples["case"].isin(cases)])
         self._of: dict[int, dict[int, NDArray[np.float64]]] = {}
-        for (case, launch), of_it in calls.groupby(["case", "launch"])["nanoseconds"]:
-            self._of.setdefault(int(case), {})[int(launch)] = of_it.to_numpy(np.float64) / 1e3
+        for (case, launch), of_it in grouped(calls, ["case", "launch"]):
+            self._of.setdefault(int(case), {})[int(launch)] = of_it["nanoseconds"].to_numpy(np.float64) / 1e3
 
     def of(self, case: int) -> dict[int, NDArray[np.float64]]:
         return self._of.get(int(case), {})
@@ -260,13 +270,13 @@ def _interval(
     mine: pd.DataFrame, others: pd.DataFrame, a: dict[str, Any], b: dict[str, Any], calls: _Calls
 ) -> tuple[float, float]:
     # Cases that no draw can make the fastest of their side need not be looked at.
-    close = [[int(r["case"]) for r in rows(f) if not r["low_us"] > best["high_us"]] for f, best in ((mine, a), (others, b))]
+    close = [
+        [int(r["case"]) for r in rows(f) if not r["low_us"] > best["high_us"]] for f, best in ((mine, a), (others, b))
+    ]
     launches = {frozenset(calls.of(case)) for side in close for case in side}
     if len(launches) == 1 and len(next(iter(launches))) > 1:
         order = sorted(next(iter(launches)))
-        best = [
-            np.min([launch_medians([calls.of(case)[k] for k in order]) for case in side], axis=0) for side in close
-        ]
+        best = [np.min([launch_medians([calls.of(case)[k] for k in order]) for case in side], axis=0) for side in close]
         return weighted_interval(best[0] / best[1], launch_draws(len(order))[1])
     (low_a, high_a), (low_b, high_b) = (_own_interval(calls.of(r["case"])) for r in (a, b))
     return low_a / high_b, high_a / low_b
@@ -303,7 +313,9 @@ class Summary:
 
     @property
     def counts(self) -> str:
-        masked = f"; not counted: {self.masked} about the L2 ({self.masked_losses} of them slower)" if self.masked else ""
+        masked = (
+            f"; not counted: {self.masked} about the L2 ({self.masked_losses} of them slower)" if self.masked else ""
+        )
         return f"{self.wins} of {self.points} faster, {self.losses} slower, {self.even} not told apart{masked}"
 
 
@@ -312,16 +324,25 @@ def summarise(found: pd.DataFrame) -> Summary:
     kept = found[~found["masked"].astype(bool)]
     verdicts = kept["verdict"].value_counts()
     wins, losses = int(verdicts.get("win", 0)), int(verdicts.get("loss", 0))
-    medians = [
+    median, low, high = (
         float(kept[c].median(skipna=False)) if len(kept) else math.nan
         for c in ("change_percent", "change_low_percent", "change_high_percent")
-    ]
+    )
     best = rows(kept.sort_values("change_percent", kind="stable").head(1))
-    calls = (int(kept["iterations"].min()), int(kept["iterations"].max())) if len(kept) else (0, 0)
     return Summary(
-        len(kept), len(found) - len(kept), int((found["masked"].astype(bool) & (found["verdict"] == "loss")).sum()), wins, losses, len(kept) - wins - losses, *medians,
-        best[0] if best else None, calls, int(kept["launches"].min()) if len(kept) else 0,
-    )  # fmt: skip
+        points=len(kept),
+        masked=len(found) - len(kept),
+        masked_losses=int((found["masked"].astype(bool) & (found["verdict"] == "loss")).sum()),
+        wins=wins,
+        losses=losses,
+        even=len(kept) - wins - losses,
+        median_percent=median,
+        median_low_percent=low,
+        median_high_percent=high,
+        best=best[0] if best else None,
+        iterations=(int(kept["iterations"].min()), int(kept["iterations"].max())) if len(kept) else (0, 0),
+        launches=int(kept["launches"].min()) if len(kept) else 0,
+    )
 
 
 # ---- which one is best -----------------------------------------------------------------------------------------------
@@ -354,7 +375,10 @@ def regret(run: Run, frame: pd.DataFrame, capabilities: frozenset[str] | None = 
 
     found_on, scored_on = _halves(run, frame)
     ours = OURS.of(frame).sort_values("latency_us", kind="stable").drop_duplicates(["ranks", "nbytes", "protocol"])
-    points = {key: dict(zip(of_it["protocol"], of_it["case"], strict=True)) for key, of_it in ours.groupby(["ranks", "nbytes"])}
+    points = {
+        key: dict(zip(of_it["protocol"], of_it["case"], strict=True))
+        for key, of_it in grouped(ours, ["ranks", "nbytes"])
+    }
     best = {key: min(cases.values(), key=lambda c: found_on.get(c, math.inf)) for key, cases in points.items()}
     everywhere = set.intersection(*(set(cases) for cases in points.values())) if points else set()
     names = [n for n in dict.fromkeys(ours["protocol"]) if n in everywhere]
@@ -389,7 +413,8 @@ def _halves(run: Run, frame: pd.DataFrame) -> tuple[dict[int, float], dict[int, 
     order = {value: k for k, value in enumerate(sorted(calls[by].unique()))}
     second = calls[by].map(order) % 2 == 1
     first_half, second_half = (
-        {int(c): float(v) for c, v in calls[of].groupby("case")["nanoseconds"].median().items()} for of in (~second, second)
+        {int(c): float(v) for c, v in calls[of].groupby("case")["nanoseconds"].median().items()}
+        for of in (~second, second)
     )
     return first_half, second_half
 
@@ -451,10 +476,13 @@ def caption(run: Run, frame: pd.DataFrame) -> str:
     launches = int(frame["launches"].max())
     said = [
         f"{run.taken_on[0].upper()}{run.taken_on[1:]}.",
-        f"Median over {calls} calls of the slowest rank, {launches} {'launch' if launches == 1 else 'launches'}; "
+        f"Median over {calls} calls of the slowest rank, {launches} {'launch' if launches == 1 else 'launches'}.",
         f"95 % intervals{'' if launches > 1 else ' over calls'}.",
     ]
-    sms = {int(n): int(s) for n, s in frame.dropna(subset=["sms_per_rank"])[["ranks", "sms_per_rank"]].itertuples(index=False)}
+    sms = {
+        int(n): int(s)
+        for n, s in frame.dropna(subset=["sms_per_rank"])[["ranks", "sms_per_rank"]].itertuples(index=False)
+    }
     if shared(run):
         of = ", ".join(f"{s} SMs each at n = {n}" for n, s in sorted(sms.items()))
         said.append(f"The ranks share one GPU ({of}): no link, scaling or crossover between GPUs is in this figure.")
@@ -468,6 +496,13 @@ def caption(run: Run, frame: pd.DataFrame) -> str:
             )
         else:
             said.append("No point is masked as being about the L2.")
+    asked = run.cases[(run.cases["ranks"] > 1) & (run.cases["protocol"] != FLOOR)]
+    for column in ("collective", "mode", "dtype", "dependent_launch"):
+        asked = asked[asked[column].isin(set(frame[column]))]
+    lost = asked[~asked["status"].isin(["measured", "refused"])]
+    if len(lost):
+        reasons = lost["reason"].value_counts()
+        said.append(f"{len(lost)} of {len(asked)} cases have no times ({reasons.index[0]}).")
     if not run.complete:
         owed = sum(run.owed.values())
         said.append(f"Interrupted run: {owed:,} timed calls are missing; drawn with what it has.")
@@ -504,11 +539,16 @@ def published(gpu: str) -> pd.DataFrame:
     if gpu not in set(frame["gpu"]):
         raise ArgumentError(f"nothing is published of {gpu!r}; there is {', '.join(sorted(frame['gpu'].unique()))}")
     frame = frame[(frame["gpu"] == gpu) & frame["mode"].isin(["graph", "nccl-tests"])]
-    names = {"sglang": {"0.5.14": "custom AR v2 (SGLang)", "0.5.10": "custom AR v1 (SGLang)"}, "trtllm": {}, "vllm": {}, "nccl": {}}
+    names = {
+        "sglang": {"0.5.14": "custom AR v2 (SGLang)", "0.5.10": "custom AR v1 (SGLang)"},
+        "trtllm": {},
+        "vllm": {},
+        "nccl": {},
+    }
     plain = {"trtllm": "TensorRT-LLM", "vllm": "vLLM", "nccl": "NCCL"}
     frame["label"] = [
         f"published, {gpu}: {names.get(system, {}).get(version, plain.get(system, system))}"
         for system, version in zip(frame["system"], frame["version"], strict=True)
     ]
     keys = ["collective", "system", "version", "label", "ranks", "bytes"]
-    return frame.groupby(keys, as_index=False, sort=True)["latency_us"].mean()
+    return frame.groupby(keys, sort=True)["latency_us"].mean().reset_index()

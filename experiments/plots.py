@@ -12,7 +12,7 @@ import numpy as np
 from experiments import frames
 from experiments.tables import cells, families, family, rows
 from fcomm.errors import RecordError
-from fcomm.measure import FLOOR
+from fcomm.measure import FLOOR, quantile
 from fcomm.protocols import protocols
 from fcomm.sizes import format_size
 
@@ -259,7 +259,8 @@ def side_latency(
     frame, launch = _of_launch(run, collective, launch)
     if published is not None:
         published = published[
-            (published["collective"] == collective) & published["bytes"].between(frame["nbytes"].min(), frame["nbytes"].max())
+            (published["collective"] == collective)
+            & published["bytes"].between(frame["nbytes"].min(), frame["nbytes"].max())
         ]
     sides = [s for s in frames.SIDES.get(collective, (frames.OURS, frames.BASELINES)) if len(s.of(frame))]
     counts = _rank_counts(frame)
@@ -362,7 +363,9 @@ def _shared_scale(axes: Any) -> bool:
     if compressed:
         axis.set_yscale("symlog", linthresh=50, linscale=2.5)
         axis.set_ylim(low, high * 1.3)
-        marks = [m for m in (-50, -40, -30, -20, -10, 0, 10, 20, 30, 40, 50, 100, 200, 400, 800) if low <= m <= high * 1.1]
+        marks = [
+            m for m in (-50, -40, -30, -20, -10, 0, 10, 20, 30, 40, 50, 100, 200, 400, 800) if low <= m <= high * 1.1
+        ]
         axis.yaxis.set_major_locator(FixedLocator(marks))
         axis.yaxis.set_minor_locator(NullLocator())
     axis.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:+.0f}" if v else "0"))
@@ -386,7 +389,9 @@ def best_encodings(run: Run, collective: str = "all_reduce", launch: str | None 
         face = "white" if row["masked"] else _tint(colour)
         _patch(axis, x, y, face, colour)
         algorithm = str(row["algorithm"]).replace("_", "-")
-        text = f"{row['encoding'].replace('+', '+' + chr(10))}\n{algorithm if collective == 'all_reduce' else ''}".rstrip()
+        text = (
+            f"{row['encoding'].replace('+', '+' + chr(10))}\n{algorithm if collective == 'all_reduce' else ''}".rstrip()
+        )
         ties = f"\n= {row['ties']} other{'s' if row['ties'] > 1 else ''}" if row["ties"] else ""
         axis.text(x, y, text + ties, ha="center", va="center", fontsize=7, color="black")
     axis.set_xlim(-0.5, len(sizes) - 0.5)
@@ -480,14 +485,22 @@ def triggers(run: Run, collective: str = "all_reduce") -> Figure:
 
 def policies(run: Run, collective: str = "all_reduce", launch: str | None = None) -> Figure:
     """Ablation: what each fixed way to choose a protocol costs over the best at each size, the selector among them."""
+    import pandas as pd
+
     frame, launch = _of_launch(run, collective, launch)
     found = frames.regret(run, frame).dropna()
     if found["policy"].nunique() < 2:
         raise RecordError("the run has fewer than two protocols of ours at the same sizes")
-    stats = found.groupby("policy")["regret"].agg(
-        median="median", p95=lambda v: float(np.quantile(v, 0.95, method="inverted_cdf")), worst="max"
-    )
-    stats = stats.sort_values(["p95", "median"])
+    stats = pd.DataFrame(
+        {
+            policy: {
+                "median": of_it["regret"].median(),
+                "p95": quantile(of_it["regret"].to_numpy(float), 0.95),
+                "worst": of_it["regret"].max(),
+            }
+            for (policy,), of_it in frames.grouped(found, ["policy"])
+        }
+    ).T.sort_values(["p95", "median"])
     fixed = [p for p in stats.index if p.startswith("always")][:6]
     shown = [p for p in stats.index if not p.startswith("always") or p in fixed]
     figure, axes = _panels([0], width=8.2, height=0.34 * len(shown) + 0.8)
@@ -594,7 +607,9 @@ def _rank_counts(frame: pd.DataFrame) -> list[int]:
 
 
 def _encoding_names() -> list[str]:
-    return list(dict.fromkeys("+".join(dict.fromkeys(e.name for e in p.encodings)) for p in protocols().values() if p.encodings))
+    return list(
+        dict.fromkeys("+".join(dict.fromkeys(e.name for e in p.encodings)) for p in protocols().values() if p.encodings)
+    )
 
 
 def _title(frame: pd.DataFrame, what: str) -> str:
@@ -698,7 +713,7 @@ def _plain_factors(axis: Axes) -> None:
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
     low, high = axis.get_ylim()
-    marks = (0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10, 15, 20, 50, 100)
+    marks: tuple[float, ...] = (0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10, 15, 20, 50, 100)
     if high / low > 3:
         marks = (0.1, 0.2, 0.5, 0.7, 1, 1.5, 2, 3, 5, 10, 20, 50, 100)
     axis.yaxis.set_major_locator(FixedLocator([m for m in marks if low <= m <= high]))
