@@ -413,7 +413,7 @@ def _halves(run: Run, frame: pd.DataFrame) -> tuple[dict[int, float], dict[int, 
     order = {value: k for k, value in enumerate(sorted(calls[by].unique()))}
     second = calls[by].map(order) % 2 == 1
     first_half, second_half = (
-        {int(c): float(v) for c, v in calls[of].groupby("case")["nanoseconds"].median().items()}
+        {int(case): float(of_it["nanoseconds"].median()) for (case,), of_it in grouped(calls[of], ["case"])}
         for of in (~second, second)
     )
     return first_half, second_half
