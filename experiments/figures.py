@@ -115,21 +115,32 @@ def draw(runs: Sequence[Run], published: pd.DataFrame | None = None) -> Iterator
     frames.one_machine(runs)
     for run in runs:
         run.for_figures()
-    for one in FIGURES:
-        extra = {"published": published} if "-latency-" in one.name else {}
-        reasons: list[str] = []
-        for run in runs:
-            try:
-                yield Drawn(one.name, one.shows, one.draw(run, **extra), run)
-                break
-            except RecordError as error:
-                reasons.append(str(error))
-        else:
-            # A run of another collective has nothing to say about this one.
-            telling = [r for r in reasons if not r.startswith(frames.NO_TIMES)] or reasons
-            yield Drawn(one.name, one.shows, reason="; ".join(dict.fromkeys(telling)))
+    for paper_figure in FIGURES:
+        yield _draw(runs, paper_figure, published)
     for name, (shows, reason) in NOT_TAKEN.items():
         yield Drawn(name, shows, reason=reason)
+
+
+def one(runs: Sequence[Run], name: str) -> Drawn:
+    """One figure by its name, as `draw` does all of them; `ArgumentError` for a name that there is not."""
+    frames.one_machine(runs)
+    for paper_figure in FIGURES:
+        if paper_figure.name == name:
+            return _draw(runs, paper_figure, None)
+    raise ArgumentError(f"there is no figure {name!r}; there are {', '.join(f.name for f in FIGURES)}")
+
+
+def _draw(runs: Sequence[Run], wanted: PaperFigure, published: pd.DataFrame | None) -> Drawn:
+    extra = {"published": published} if "-latency-" in wanted.name else {}
+    reasons: list[str] = []
+    for run in runs:
+        try:
+            return Drawn(wanted.name, wanted.shows, wanted.draw(run, **extra), run)
+        except RecordError as error:
+            reasons.append(str(error))
+    # A run of another collective has nothing to say about this one.
+    telling = [r for r in reasons if not r.startswith(frames.NO_TIMES)] or reasons
+    return Drawn(wanted.name, wanted.shows, reason="; ".join(dict.fromkeys(telling)))
 
 
 def newest(results: Path = Path("results")) -> Path:

@@ -141,7 +141,7 @@ class Side:
 
     def of(self, frame: pd.DataFrame) -> pd.DataFrame:
         """Its rows."""
-        return frame[[self.holds(row) for row in rows(frame)]]
+        return frame[np.array([self.holds(row) for row in rows(frame)], dtype=bool)]
 
 
 def _v2(row: dict[str, Any]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -82,8 +83,6 @@ def latency(run: Run, mode: str | None = None, collective: str = "all_reduce", l
     mode : the kind of latency; the run's first if not named; launch : the same for the launch feature. Several dtypes are told
     apart by dashes. Raises `RecordError` where the run has nothing of that kind, or is time-sliced.
     """
-    from matplotlib.figure import Figure
-
     frame = run.for_figures()
     frame = frame[frame["collective"] == collective]
     if mode is None and len(frame):
@@ -99,7 +98,7 @@ def latency(run: Run, mode: str | None = None, collective: str = "all_reduce", l
     counts = sorted(int(n) for n in frame["ranks"].unique())
     columns = min(len(counts), PANELS_IN_A_ROW)
     rows = -(-len(counts) // columns)
-    figure = Figure(figsize=(max(4.2 * columns, 6.6), 3.6 * rows + 1.1), dpi=150, layout="constrained")
+    figure = _picture()(figsize=(max(4.2 * columns, 6.6), 3.6 * rows + 1.1), dpi=150, layout="constrained")
     axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
     for axis, n in itertools.zip_longest(axes.flat, counts):
         if n is None:
@@ -584,6 +583,39 @@ def scaling(run: Run, collective: str = "all_reduce", launch: str | None = None)
     )  # fmt: skip
 
 
+def at_point(
+    run: Run, nbytes: int, ranks: int, collective: str = "all_reduce", launch: str | None = None, most: int = 14
+) -> Figure:
+    """Every protocol at one size and rank count, the fastest first, with intervals. most : bars to show."""
+    frame, launch = _of_launch(run, collective, launch)
+    found = frame[(frame["nbytes"] == nbytes) & (frame["ranks"] == ranks)].sort_values("latency_us", kind="stable")
+    found = found.drop_duplicates("protocol").head(most)
+    if found.empty:
+        raise RecordError(f"the run has no times of {format_size(nbytes)} among {ranks} ranks")
+    figure, axes = _panels([0], width=7.6, height=0.27 * len(found) + 0.7)
+    axis = axes.flat[0]
+    for y, row in enumerate(rows(found)):
+        look = {"color": "0.55"} if row["baseline"] else {"color": "#0072B2"}
+        axis.barh(
+            y,
+            row["latency_us"],
+            height=0.62,
+            **({"fill": False, "edgecolor": look["color"]} if row["masked"] else look),
+        )
+        if not np.isnan(row["low_us"]):
+            axis.plot([row["low_us"], row["high_us"]], [y, y], color="black", linewidth=1.4)
+        axis.text(row["latency_us"], y, f"  {row['latency_us']:.2f}", va="center", fontsize=7.5)
+    axis.set_yticks(range(len(found)), list(found["protocol"]), fontsize=8)
+    axis.invert_yaxis()
+    axis.set_xlim(0, float(found["latency_us"].max()) * 1.12)
+    axis.set_xlabel("latency (µs), slowest rank", fontsize=9)
+    axis.spines[["top", "right"]].set_visible(False)
+    return _finish(
+        run, figure, axes, found, _title(frame, f" of {format_size(nbytes)} among {ranks} ranks, dependent launch {launch}"),
+        "", "Grey: baselines. Lines: 95 % intervals.", legend=False, xlabel="",
+    )  # fmt: skip
+
+
 # ---- parts of these --------------------------------------------------------------------------------------------------
 
 
@@ -618,15 +650,25 @@ def _title(frame: pd.DataFrame, what: str) -> str:
     return f"{emulation}{first['collective'].replace('_', '-')}{what} ({first['dtype']}, mode {first['mode']})"
 
 
+@cache
+def _picture() -> type[Figure]:
+    """A Figure that notebooks show without pyplot, whose state outlives a cell."""
+    from matplotlib.figure import Figure
+
+    class Picture(Figure):
+        def _repr_png_(self) -> bytes:
+            return encode(self, "png", dpi=80)
+
+    return Picture
+
+
 def _panels(
     keys: Sequence[int], labels: Sequence[str] | None = None, width: float | None = None, height: float = 2.9
 ) -> tuple[Figure, Any]:
     """A figure with a panel for each key, at most `PANELS_IN_A_ROW` beside each other, on common axes."""
-    from matplotlib.figure import Figure
-
     columns = min(len(keys), PANELS_IN_A_ROW)
     down = -(-len(keys) // columns)
-    figure = Figure(figsize=(width or max(3.5 * columns, 7.2), height * down + 1.25), dpi=150, layout="constrained")
+    figure = _picture()(figsize=(width or max(3.5 * columns, 7.2), height * down + 1.25), dpi=150, layout="constrained")
     axes = figure.subplots(down, columns, sharex=True, sharey=True, squeeze=False)
     for axis, key in itertools.zip_longest(axes.flat, keys):
         if key is None:
@@ -724,12 +766,12 @@ def _plain_factors(axis: Axes) -> None:
 FORMATS = ("png", "svg", "pdf")
 
 
-def encode(figure: Figure, kind: str) -> bytes:
+def encode(figure: Figure, kind: str, dpi: float | None = None) -> bytes:
     """The figure as a file's bytes, the same for the same records. kind : png, svg or pdf."""
     import matplotlib as mpl
 
     content = io.BytesIO()
     date = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
     with mpl.rc_context({"svg.hashsalt": "flash-comm", "pdf.fonttype": 42}):
-        figure.savefig(content, format=kind, metadata=date)
+        figure.savefig(content, format=kind, metadata=date, dpi=dpi or "figure")
     return content.getvalue()
