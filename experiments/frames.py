@@ -137,11 +137,12 @@ class Side:
 
     name: str
     holds: Callable[[dict[str, Any]], bool]
-    """Whether a case, as a row of `measured`, is one of its own."""
+    """Whether a case is one of its own, by its protocol, family, algorithm, encoding, baseline and shape."""
 
     def of(self, frame: pd.DataFrame) -> pd.DataFrame:
         """Its rows."""
-        return frame[np.array([self.holds(row) for row in rows(frame)], dtype=bool)]
+        looked_at = frame[["protocol", "family", "algorithm", "encoding", "baseline", "shape"]]
+        return frame[np.array([self.holds(row) for row in rows(looked_at)], dtype=bool)]
 
 
 def _v2(row: dict[str, Any]) -> bool:

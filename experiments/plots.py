@@ -488,7 +488,7 @@ def policies(run: Run, collective: str = "all_reduce", launch: str | None = None
 
     frame, launch = _of_launch(run, collective, launch)
     found = frames.regret(run, frame).dropna()
-    if found["policy"].nunique() < 2:
+    if frames.OURS.of(frame)["protocol"].nunique() < 2:
         raise RecordError("the run has fewer than two protocols of ours at the same sizes")
     stats = pd.DataFrame(
         {
