@@ -240,6 +240,16 @@ _COMPARED = (
 )  # fmt: skip
 
 
+def brief(found: pd.DataFrame) -> pd.DataFrame:
+    """Of `ratios` (or `claims.claims`) the columns that a reader looks at first, rounded."""
+    wanted = (
+        "collective", "against", "launch", "ranks", "nbytes", "ours", "theirs", "paper_median_percent", "median_percent",
+        "paper_best_percent", "best_percent", "change_percent", "change_low_percent", "change_high_percent", "verdict",
+        "masked", "points", "sharing",
+    )  # fmt: skip
+    return found[[c for c in wanted if c in found]].round(1)
+
+
 class _Calls:
     """Times of the slowest rank, by case and launch."""
 

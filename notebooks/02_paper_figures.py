@@ -48,19 +48,7 @@ lab.figure(runs, "all-reduce-reduction-as-set")
 
 # %%
 ratios = frames.ratios(runs[0], frames.OURS, frames.V2_FASTEST)
-ratios[
-    [
-        "ranks",
-        "nbytes",
-        "launch",
-        "ours",
-        "theirs",
-        "change_percent",
-        "change_low_percent",
-        "change_high_percent",
-        "verdict",
-    ]
-].round(1)
+frames.brief(ratios)
 
 # %% [markdown]
 # ## All-gather
@@ -73,19 +61,7 @@ lab.figure(runs, "all-gather-reduction-none")
 
 # %%
 found = claims.claims(runs)
-found[
-    [
-        "collective",
-        "against",
-        "launch",
-        "ranks",
-        "paper_median_percent",
-        "median_percent",
-        "best_percent",
-        "points",
-        "sharing",
-    ]
-].round(1)
+frames.brief(found)
 
 # %% [markdown]
 # What the gain would mean for the time per token. This is arithmetic about the paper's share, not a measurement.

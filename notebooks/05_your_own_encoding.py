@@ -72,8 +72,7 @@ struct Sum16 : EpochPerCell, Geometry<3, 4, false> {
 (work / "sum16.py").write_text("""
 from pathlib import Path
 
-from fcomm import bootstrap
-from fcomm.protocols import Encoding, register
+from fcomm import Encoding, bootstrap, register
 
 SUM16 = Encoding(
     "sum16", "Sum16", "sum16.cuh", group_cells=1, group_payload=12, copies=2, unit_bytes=16, access_bytes=16,
@@ -124,7 +123,7 @@ checked
 
 # %%
 broken = lab.broken_copy(work, "sum16", "return c.w[3] == e + sum(c.w);", "return true;")
-print(lab.mpirun(2, broken / "sum16.py", *sweep[1:], "--sizes", "1K", "--protocols", "one_shot.sum16"))
+print(lab.mpirun(2, broken / "sum16.py", *sweep[1:], "--sizes", "1K..16K", "--protocols", "one_shot.sum16"))
 
 # %%
 caught = lab.newest(work)
