@@ -102,7 +102,7 @@ def make(
     if emulated:
         for row in plan:
             row["sms_per_rank"] = None
-    recorder = Recorder.create(out, "here", provenance["backend"], {"seed": 0})
+    recorder = Recorder.create(out, "here", str(provenance["backend"]), {"seed": 0})
     for launch in range(launches):
         if launch:
             recorder = Recorder.reopen(recorder.path)
