@@ -18,6 +18,7 @@ from experiments.tables import latency_csv
 from fcomm import bootstrap, records
 from fcomm.cli import Parser
 from fcomm.errors import ArgumentError, RecordError
+from fcomm.source import LAUNCHES
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -39,7 +40,7 @@ class PaperFigure:
 
 
 def _each_launch() -> Iterator[PaperFigure]:
-    for launch in frames.LAUNCHES:
+    for launch in LAUNCHES:
         side = f"dependent launch {launch} on all sides"
         yield PaperFigure(
             f"all-reduce-latency-{launch}",
@@ -58,7 +59,7 @@ def _each_launch() -> Iterator[PaperFigure]:
             plots.reduction, collective="all_reduce", launch=frames.ANY, theirs=frames.V2_AS_SET, their_launch="late"
         ),
     )
-    for launch in frames.LAUNCHES:
+    for launch in LAUNCHES:
         side = f"dependent launch {launch} on all sides"
         yield PaperFigure(
             f"all-gather-latency-{launch}",

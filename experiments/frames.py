@@ -31,14 +31,13 @@ from fcomm.measure import (
     weighted_interval,
 )
 from fcomm.protocols import protocols
+from fcomm.source import LAUNCHES
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from fcomm.records import Run
 
-LAUNCHES = ("none", "late", "early")
-"""Launch features in the order of figures and tables."""
 POINT = ["collective", "dtype", "mode", "ranks", "nbytes"]
 """What two things must have in common to be compared, beside the launch feature."""
 NO_TIMES = "the run has no times of"

@@ -16,6 +16,7 @@ from fcomm.errors import RecordError
 from fcomm.measure import FLOOR, quantile
 from fcomm.protocols import protocols
 from fcomm.sizes import format_size
+from fcomm.source import LAUNCHES
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -474,7 +475,7 @@ def triggers(run: Run, collective: str = "all_reduce") -> Figure:
                     look = LAUNCH_LOOKS.get(feature, {"color": "0.4", "marker": "x"})
                     _line(axis, line, f"{name}, {feature}", {**look, "linestyle": dash})
         _dress(axis)
-    lacks = [f for f in frames.LAUNCHES if f not in features]
+    lacks = [f for f in LAUNCHES if f not in features]
     said = f"Not measured: {', '.join(lacks)}." if lacks else ""
     return _finish(
         run, figure, axes, frame, _title(frame, f": dependent launch {', '.join(features)} on both sides"),
