@@ -8,11 +8,12 @@ code, where NVRTC and nvdisasm are installed (no GPU is needed).
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from tqdm import tqdm
 
 from experiments.frames import grouped
 from experiments.request import COLLECTIVES, parse_ranks, parse_sizes
@@ -137,12 +138,9 @@ def _machine_code(
     ]
     found = {}
     with ThreadPoolExecutor(4) as pool:  # the compiler and the disassembler run outside Python's lock
-        for spec, made in zip(specs, pool.map(lambda s: machine_code.summary(s, arch), specs), strict=True):
+        every = pool.map(lambda spec: machine_code.summary(spec, arch), specs)
+        for spec, made in zip(specs, tqdm(every, "compiling", len(specs), unit="kernel", disable=None), strict=True):
             found[spec.protocol.name, spec.world_size] = made
-            if sys.stderr.isatty():
-                print(f"\r{len(found)} of {len(specs)} kernels compiled", end="", file=sys.stderr, flush=True)
-    if sys.stderr.isatty():
-        print(file=sys.stderr)
     return found
 
 

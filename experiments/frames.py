@@ -469,6 +469,8 @@ def _best_threshold(
     small, large = up_to.argmin(axis=0), beyond.argmin(axis=0)
     cut = int(np.argmin(up_to.min(axis=0) + beyond.min(axis=0)))
     a, b = names[int(small[cut])], names[int(large[cut])]
+    if a == b:  # one protocol is the best on either side: always that one is a way of its own
+        return None
     label = f"{a} up to {format_size(sizes[cut])}, then {b}"
     return label, {key: cases[a if key[1] <= sizes[cut] else b] for key, cases in points.items()}
 
@@ -485,7 +487,7 @@ def caption(run: Run, frame: pd.DataFrame) -> str:
     calls = f"{most}" if fewest == most else f"{fewest} to {most}"
     launches = int(frame["launches"].max())
     said = [
-        f"{run.taken_on[0].upper()}{run.taken_on[1:]}.",
+        f"Taken on: {run.taken_on}.",
         f"Median over {calls} calls of the slowest rank, {launches} {'launch' if launches == 1 else 'launches'}.",
         f"95 % intervals{'' if launches > 1 else ' over calls'}.",
     ]

@@ -307,7 +307,7 @@ def reduction(
     figure, axes = _panels(counts)
     for axis, n in zip(axes.flat, counts, strict=False):
         _reduction_panel(axis, found[found["ranks"] == n], n)
-    compressed = "; the scale is compressed beyond 50 %" if _shared_scale(axes) else ""
+    compressed = "; the scale is compressed beyond 50 %" if _shared_scale(axes, found) else ""
     both = f"dependent launch {launch} on both sides"
     if their_launch is not None:
         both = f"{'fastest' if launch == frames.ANY else launch} trigger against {their_launch}"
@@ -353,21 +353,30 @@ def _reduction_panel(axis: Axes, found: pd.DataFrame, n: int) -> None:
     axis.spines[["top", "right"]].set_visible(False)
 
 
-def _shared_scale(axes: Any) -> bool:
-    """Compressed beyond 50 % where there is a larger loss, which must not flatten all other points; whether it is."""
+def _shared_scale(axes: Any, found: pd.DataFrame) -> bool:
+    """Limits that hold every point, if not every interval; whether losses beyond 80 % made it compress the scale from 50 % on.
+
+    One large loss must not flatten all other points, nor a wide interval.
+    """
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
     axis = axes.flat[0]
-    low, high = axis.get_ylim()
+    points = found["change_percent"]
+    low, high = min(0.0, float(points.min())), max(0.0, float(points.max()))
+    margin = 0.15 * (min(high, 80) - low) + 2
+    ends = [float(found[f"change_{end}_percent"].fillna(0.0).quantile(q)) for end, q in (("low", 0.1), ("high", 0.9))]
+    bottom = max(-100.0, min(low - margin, max(ends[0], low - 30)))
     compressed = high > 80
     if compressed:
-        axis.set_yscale("symlog", linthresh=50, linscale=2.5)
-        axis.set_ylim(low, high * 1.3)
-        marks = [
-            m for m in (-50, -40, -30, -20, -10, 0, 10, 20, 30, 40, 50, 100, 200, 400, 800) if low <= m <= high * 1.1
-        ]
-        axis.yaxis.set_major_locator(FixedLocator(marks))
+        axis.set_yscale("symlog", linthresh=50 if low > -50 else 100, linscale=2.5)
+        high *= 1.4
+        axis.yaxis.set_major_locator(
+            FixedLocator([m for m in (*range(-100, 60, 10), 100, 200, 400, 800, 1600) if bottom <= m <= high])
+        )
         axis.yaxis.set_minor_locator(NullLocator())
+    else:
+        high = max(high + margin, min(ends[1], high + 30))
+    axis.set_ylim(bottom, high)
     axis.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:+.0f}" if v else "0"))
     return compressed
 
@@ -726,10 +735,11 @@ def _finish(
     if legend:  # the legend's title: a title of the figure would lie upon it
         room = int(width * 14 / (max(map(len, entries), default=1) + 6))
         columns = max(1, min(len(entries), room))
-        figure.legend(
+        entry = figure.legend(
             entries.values(), entries, loc="outside upper center", fontsize=8, frameon=False, ncols=columns, title=heading,
             title_fontsize=10,
         )  # fmt: skip
+        entry.get_title().set_multialignment("center")
     else:
         figure.suptitle(heading, fontsize=10)
     lines = textwrap.wrap(text, int(width * 17.5))
