@@ -671,10 +671,10 @@ def summarise(samples: pd.DataFrame, cases: pd.DataFrame) -> pd.DataFrame:
 
     from fcomm.records import LATENCY
 
-    known = cases.set_index("case")
+    known = {row["case"]: row for row in cases.to_dict("records")}
     rows = []
     for case, calls in slowest_rank(samples).groupby("case", sort=True):
-        facts = dict(known.loc[[case]].iloc[0].items())
+        facts = known[case]
         if facts["wrong"] > 0 or facts["status"] != "measured":
             continue
         groups = [g.to_numpy(np.float64) / 1e3 for _, g in calls.groupby("launch")["nanoseconds"]]
