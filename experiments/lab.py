@@ -95,6 +95,13 @@ def broken_copy(folder: Path, encoding: str, right: str, wrong: str) -> Path:
     return copy
 
 
+def verify(protocol: str, *arguments: str) -> bool:
+    """``python -m fcomm verify`` in this process, which knows what was registered here; whether nothing was violated."""
+    from fcomm.__main__ import main
+
+    return main(["verify", "--protocol", protocol, *arguments]) == 0
+
+
 def registers(*names: str, ranks: int, arch: str = "sm_90") -> pd.DataFrame | None:
     """Registers, code and slot accesses of protocols' kernels for a GPU that need not be here; None without the compiler."""
     import pandas as pd

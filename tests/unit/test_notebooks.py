@@ -57,6 +57,10 @@ def pictures(outputs: list[Any]) -> int:
     return sum("image/png" in o.get("data", {}) for shown in outputs for o in shown)
 
 
+def printed(outputs: list[Any]) -> list[str]:
+    return ["".join(o["text"]) for shown in outputs for o in shown if o["output_type"] == "stream"]
+
+
 @pytest.mark.parametrize("source", SOURCES, ids=lambda p: p.stem)
 def test_pairs_are_in_step(source: Path) -> None:
     assert notebooks.out_of_step(source) is None
@@ -84,8 +88,7 @@ def test_the_papers_figures(tmp_path: Path, folders: list[Path]) -> None:
     runs = [experiments.load(f) for f in folders]
     assert names["headline"] == claims.headline(claims.claims(runs))
     assert names["ratios"].equals(frames.ratios(runs[0], frames.OURS, frames.V2_FASTEST))
-    printed = [o["text"] for shown in outputs for o in shown if o["output_type"] == "stream"]
-    assert printed == [[claims.amdahl_line(claims.claims(runs)) + "\n"]]
+    assert printed(outputs) == [claims.amdahl_line(claims.claims(runs)) + "\n"]
     assert pictures(outputs) == 10
 
 
@@ -104,11 +107,15 @@ def test_regret(tmp_path: Path, folders: list[Path]) -> None:
 
 @pytest.mark.mpi
 def test_your_own_encoding(tmp_path: Path, folders: list[Path]) -> None:
-    names, outputs = run("05_your_own_encoding", "checked,caught,run", tmp_path, folders)
+    names, outputs = run("05_your_own_encoding", "checked,caught,passed,torn,run", tmp_path, folders)
     assert set(names["checked"]["status"]) == {"measured"}
     assert (names["checked"]["wrong"] == 0).all()
     assert {"one_shot.sum16", "two_shot.sum16"} < set(names["checked"]["protocol"])
     assert "wrong" in set(names["caught"].cases["status"])  # the broken variant
+    assert names["passed"]
+    assert not names["torn"]
+    (said,) = [text for text in printed(outputs) if "torn data accepted" in text]
+    assert "the smallest case found" in said
     latency = names["run"].latency
     assert set(latency["protocol"]) == {"one_shot.sum16", "two_shot.sum16", "one_shot.ll16"}
     assert latency["emulated"].all()
