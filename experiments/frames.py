@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experiments.tables import L2_SHARE, l2_share, rows
-from fcomm import provenance, selector
-from fcomm.errors import ArgumentError, NotAdmittedError, RecordError
+from fcomm import provenance
+from fcomm.errors import ArgumentError, RecordError
 from fcomm.measure import (
     FLOOR,
     launch_draws,
@@ -30,7 +30,6 @@ from fcomm.measure import (
     slowest_rank,
     weighted_interval,
 )
-from fcomm.protocols import protocols
 from fcomm.source import LAUNCHES
 
 if TYPE_CHECKING:
@@ -371,108 +370,6 @@ def winners(frame: pd.DataFrame) -> pd.DataFrame:
     counts = close.groupby("case_best")["protocol"].nunique()
     best["ties"] = best["case"].map(counts).fillna(0).astype(int)
     return best
-
-
-def regret(run: Run, frame: pd.DataFrame, capabilities: frozenset[str] | None = None) -> pd.DataFrame:
-    """What a fixed way to choose costs: time of the chosen over time of the best, minus 1, at each point.
-
-    frame : rows of `measured` of one collective, mode, dtype and launch feature. Ways: the selector, always one protocol, one
-    size threshold between two, custom AR v2's table. The best of a point is found on one half of the launches and all
-    are scored on the other half (of a single launch: on calls 0, 2, ... and 1, 3, ...), so that the best is not lucky
-    by definition. Columns: `policy`, `ranks`, `nbytes`, `protocol`, `regret`.
-    """
-    import pandas as pd
-
-    found_on, scored_on = _halves(run, frame)
-    ours = OURS.of(frame).sort_values("latency_us", kind="stable").drop_duplicates(["ranks", "nbytes", "protocol"])
-    points = {
-        key: dict(zip(of_it["protocol"], of_it["case"], strict=True))
-        for key, of_it in grouped(ours, ["ranks", "nbytes"])
-    }
-    best = {key: min(cases.values(), key=lambda c: found_on.get(c, math.inf)) for key, cases in points.items()}
-    everywhere = set.intersection(*(set(cases) for cases in points.values())) if points else set()
-    names = [n for n in dict.fromkeys(ours["protocol"]) if n in everywhere]
-    policies: dict[str, dict[tuple[int, int], int]] = {
-        f"always {name}": {key: cases[name] for key, cases in points.items()} for name in names
-    }
-    chosen = _selected(frame, points, capabilities)
-    if chosen:
-        policies["the selector"] = chosen
-    threshold = _best_threshold(points, names, found_on)
-    if threshold is not None:
-        policies[threshold[0]] = threshold[1]
-    v2 = V2_AS_SET.of(frame)
-    if len(v2):
-        table = {(int(r["ranks"]), int(r["nbytes"])): int(r["case"]) for r in rows(v2)}
-        policies["custom AR v2's table"] = {key: table[key] for key in points if key in table}
-    name_of = dict(zip(frame["case"], frame["protocol"], strict=True))
-    found = [
-        {
-            "policy": policy, "ranks": key[0], "nbytes": key[1], "protocol": name_of[case],
-            "regret": scored_on.get(case, math.nan) / scored_on.get(best[key], math.nan) - 1,
-        }
-        for policy, cases in policies.items()
-        for key, case in cases.items()
-    ]  # fmt: skip
-    return pd.DataFrame(found, columns=["policy", "ranks", "nbytes", "protocol", "regret"])
-
-
-def _halves(run: Run, frame: pd.DataFrame) -> tuple[dict[int, float], dict[int, float]]:
-    calls = slowest_rank(run.samples[run.samples["case"].isin(frame["case"])])
-    by = "launch" if calls["launch"].nunique() > 1 else "iteration"
-    order = {value: k for k, value in enumerate(sorted(calls[by].unique()))}
-    second = calls[by].map(order) % 2 == 1
-    first_half, second_half = (
-        {int(case): float(of_it["nanoseconds"].median()) for (case,), of_it in grouped(calls[of], ["case"])}
-        for of in (~second, second)
-    )
-    return first_half, second_half
-
-
-def _selected(
-    frame: pd.DataFrame, points: dict[tuple[int, int], dict[str, int]], capabilities: frozenset[str] | None
-) -> dict[tuple[int, int], int]:
-    everything = frozenset[str]().union(*(p.needs for p in protocols().values()))
-    collective, dtype = str(frame["collective"].iloc[0]), str(frame["dtype"].iloc[0])
-    chosen = {}
-    for (ranks, nbytes), cases in points.items():
-        try:
-            choice = selector.choose(collective, nbytes, dtype, ranks, capabilities or everything)
-        except NotAdmittedError:
-            continue
-        if choice.name in cases:
-            chosen[ranks, nbytes] = cases[choice.name]
-    return chosen
-
-
-def _best_threshold(
-    points: dict[tuple[int, int], dict[str, int]], names: Sequence[str], found_on: dict[int, float]
-) -> tuple[str, dict[tuple[int, int], int]] | None:
-    """One protocol up to a size and another beyond, the same for all rank counts: the one of least total log time."""
-    sizes = sorted({nbytes for _, nbytes in points})
-    if len(names) < 2 or len(sizes) < 2:
-        return None
-    from fcomm.sizes import format_size
-
-    # Total log time of each protocol at each size, over rank counts: a threshold is then a split of this table.
-    table = np.array(
-        [
-            [
-                sum(math.log(found_on.get(cases[name], math.inf)) for (_, b), cases in points.items() if b == size)
-                for size in sizes
-            ]
-            for name in names
-        ]
-    )
-    up_to = np.cumsum(table, axis=1)
-    beyond = up_to[:, -1:] - up_to
-    small, large = up_to.argmin(axis=0), beyond.argmin(axis=0)
-    cut = int(np.argmin(up_to.min(axis=0) + beyond.min(axis=0)))
-    a, b = names[int(small[cut])], names[int(large[cut])]
-    if a == b:  # one protocol is the best on either side: always that one is a way of its own
-        return None
-    label = f"{a} up to {format_size(sizes[cut])}, then {b}"
-    return label, {key: cases[a if key[1] <= sizes[cut] else b] for key, cases in points.items()}
 
 
 # ---- captions --------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import numpy as np
 from experiments import frames
 from experiments.tables import cells, families, family, rows
 from fcomm.errors import RecordError
-from fcomm.measure import FLOOR, quantile
+from fcomm.measure import FLOOR
 from fcomm.protocols import protocols
 from fcomm.sizes import format_size
 from fcomm.source import LAUNCHES
@@ -99,7 +99,7 @@ def latency(run: Run, mode: str | None = None, collective: str = "all_reduce", l
     counts = sorted(int(n) for n in frame["ranks"].unique())
     columns = min(len(counts), PANELS_IN_A_ROW)
     rows = -(-len(counts) // columns)
-    figure = _picture()(figsize=(max(4.2 * columns, 6.6), 3.6 * rows + 1.1), dpi=150, layout="constrained")
+    figure = picture()(figsize=(max(4.2 * columns, 6.6), 3.6 * rows + 1.1), dpi=150, layout="constrained")
     axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
     for axis, n in itertools.zip_longest(axes.flat, counts):
         if n is None:
@@ -492,51 +492,6 @@ def triggers(run: Run, collective: str = "all_reduce") -> Figure:
     )  # fmt: skip
 
 
-def policies(run: Run, collective: str = "all_reduce", launch: str | None = None) -> Figure:
-    """Ablation: what each fixed way to choose a protocol costs over the best at each size, the selector among them."""
-    import pandas as pd
-
-    frame, launch = _of_launch(run, collective, launch)
-    found = frames.regret(run, frame).dropna()
-    if frames.OURS.of(frame)["protocol"].nunique() < 2:
-        raise RecordError("the run has fewer than two protocols of ours at the same sizes")
-    stats = pd.DataFrame(
-        {
-            policy: {
-                "median": of_it["regret"].median(),
-                "p95": quantile(of_it["regret"].to_numpy(float), 0.95),
-                "worst": of_it["regret"].max(),
-            }
-            for (policy,), of_it in frames.grouped(found, ["policy"])
-        }
-    ).T.sort_values(["p95", "median"])
-    fixed = [p for p in stats.index if p.startswith("always")][:6]
-    shown = [p for p in stats.index if not p.startswith("always") or p in fixed]
-    figure, axes = _panels([0], width=8.2, height=0.34 * len(shown) + 0.8)
-    axis = axes.flat[0]
-    for y, policy in enumerate(shown):
-        one = stats.loc[policy]
-        axis.plot([100 * one["median"], 100 * one["worst"]], [y, y], color="0.75", linewidth=1.2, zorder=1)
-        for what, marker, colour in (("median", "o", "#0072B2"), ("p95", "s", "#E69F00"), ("worst", "^", "#D55E00")):
-            axis.plot(
-                100 * one[what], y, marker=marker, color=colour, linestyle="none", markersize=6,
-                label={"median": "median", "p95": "95th percentile", "worst": "worst"}[what] if y == 0 else None,
-            )  # fmt: skip
-    axis.set_yticks(range(len(shown)), shown, fontsize=8)
-    axis.invert_yaxis()
-    axis.axvline(0, color="0.3", linewidth=0.8)
-    axis.set_xlabel("time over the time of our best, minus 1 (%), over sizes and rank counts", fontsize=8.5)
-    axis.grid(visible=True, axis="x", color="0.88", linewidth=0.6)
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(fontsize=8, loc="best", framealpha=0.9)
-    halves = "launches" if int(frame["launches"].max()) > 1 else "calls of the one launch"
-    return _finish(
-        run, figure, axes, frame, _title(frame, f": ways to choose, dependent launch {launch}"), "",
-        f"The best of each point was found on one half of the {halves} and scored on the other half; of the single protocols the "
-        "six best are shown.", legend=False, xlabel="",
-    )  # fmt: skip
-
-
 def floor_multiples(run: Run, collective: str = "all_reduce", launch: str | None = None) -> Figure:
     """Latency as a multiple of the floor: a kernel of the same grid and launch feature that communicates nothing."""
     frame, launch = _of_launch(run, collective, launch)
@@ -661,7 +616,7 @@ def _title(frame: pd.DataFrame, what: str) -> str:
 
 
 @cache
-def _picture() -> type[Figure]:
+def picture() -> type[Figure]:
     """A Figure that notebooks show without pyplot, whose state outlives a cell."""
     from matplotlib.figure import Figure
 
@@ -678,7 +633,7 @@ def _panels(
     """A figure with a panel for each key, at most `PANELS_IN_A_ROW` beside each other, on common axes."""
     columns = min(len(keys), PANELS_IN_A_ROW)
     down = -(-len(keys) // columns)
-    figure = _picture()(figsize=(width or max(3.5 * columns, 7.2), height * down + 1.25), dpi=150, layout="constrained")
+    figure = picture()(figsize=(width or max(3.5 * columns, 7.2), height * down + 1.25), dpi=150, layout="constrained")
     axes = figure.subplots(down, columns, sharex=True, sharey=True, squeeze=False)
     for axis, key in itertools.zip_longest(axes.flat, keys):
         if key is None:

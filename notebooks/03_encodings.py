@@ -12,13 +12,13 @@
 # ---
 
 # %% [markdown]
-# # Encodings: what each one costs
+# # Encodings and the cost model: what each one costs
 #
 # An encoding says how a receiver knows that a piece of a message is there. Each trades bytes on the wire, comparisons, and
 # stores that make a slot usable again.
 
 # %%
-from experiments import counted, frames, lab, plots
+from experiments import counted, fit, fit_plots, frames, lab, plots
 
 run = lab.runs()[0]
 
@@ -60,3 +60,29 @@ lab.figure([run], "ablation-encodings")
 
 # %%
 lab.figure([run], "best-encodings")
+
+# %% [markdown]
+# ## The cost model
+#
+# The same counts, each with a price that was fitted to this run: launch, hops, evidence, wire, re-arming. The selector compares
+# these sums. Move the sliders and see which term decides.
+
+# %%
+outcome = fit.fit_runs([run], judge=False)
+launch = outcome.table.frame["launch"].iloc[0]
+lab.explore(lambda nbytes, ranks: fit_plots.terms(outcome.model, nbytes, ranks, launch), nbytes=sizes, ranks=ranks)
+
+# %% [markdown]
+# A small message among many ranks, and a large one among few:
+
+# %%
+fit_plots.terms(outcome.model, sizes[0], ranks[-1], launch)
+
+# %%
+fit_plots.terms(outcome.model, sizes[-1], ranks[0], launch)
+
+# %% [markdown]
+# How near the model comes: points are measured, lines are the model's.
+
+# %%
+fit_plots.curves(outcome, "all_reduce", launch)

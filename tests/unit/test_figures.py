@@ -27,7 +27,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """All-reduce and all-gather on one shared GPU, as two runs."""
     out = tmp_path_factory.mktemp("runs")
     return [
-        make(out, sizes=(1024, 1 << 20), features=("none", "late", "early")),
+        make(out, sizes=(1024, 16384, 131072, 1 << 20), features=("none", "late", "early")),
         make(out, synthetic.ALL_GATHER, collective="all_gather", sizes=(1024, 65536), ranks=(2,)),
     ]
 
@@ -137,6 +137,7 @@ def test_what_a_run_lacks_is_said(tmp_path: Path) -> None:
     assert reasons["scaling"] == "the run has one number of ranks only (2)"
     assert "no floor" in reasons["floor"]
     assert "fewer than two encodings" in reasons["ablation-encodings"]
+    assert "a fit needs 4" in reasons["ablation-selector"]
     assert all(reasons.values())
 
 
@@ -152,7 +153,7 @@ def test_an_emulation_is_drawn_as_one(tmp_path: Path) -> None:
 
 def test_an_interrupted_run_is_drawn_with_what_it_has(tmp_path: Path) -> None:
     torn = experiments.load(make(tmp_path, sizes=(1024, 2048), finish=False, planned=20))
-    for name in ("all-reduce-latency-none", "all-reduce-reduction-late", "ablation-selector"):
+    for name in ("all-reduce-latency-none", "all-reduce-reduction-late"):
         figure = figures.one([torn], name).figure
         assert figure is not None
         assert "Interrupted run" in str(figure.get_label())
@@ -359,7 +360,7 @@ def test_the_counts_are_those_of_the_machine_code() -> None:
         frame = counted._count(protocols()[name], cell_payload, n)
         listing = machine_code.slot_listing(Specialisation(protocols()[name], BFLOAT16, n), "sm_90")
         stores = listing.count(kind="store", nbytes=16, strength="strong.sys", space="global")
-        rearmed = 2 * n if protocols()[name].encodings[0].rearm_bytes_per_cell else 0  # both halves, of all ranks
+        rearmed = n if protocols()[name].encodings[0].rearm_bytes_per_cell else 0  # the own rank's is predicated off
         assert frame["stores_per_byte"] * cell_payload == stores - rearmed
         polled = max(sum((a.kind, a.nbytes) == ("load", 16) for a in w.accesses) for w in listing.waits)
         assert frame["polls_per_byte"] * cell_payload == polled - 1  # the own rank's load is predicated off

@@ -185,22 +185,6 @@ def test_winners_and_their_ties(run: Any) -> None:
     assert best.loc[(4, 1 << 20), "ties"] == 0  # two_shot.ll is a quarter slower there
 
 
-def test_the_regret_of_the_best_is_none_and_of_others_what_it_is(replicated: Any) -> None:
-    frame = frames.measured(replicated, "all_reduce", "none")
-    regret = frames.regret(replicated, frame)
-    assert {"the selector", "custom AR v2's table", "always one_shot.ll"} <= set(regret["policy"])
-    best = regret.groupby(["ranks", "nbytes"])["regret"].min()
-    assert (best.abs() < 0.02).all()
-    always = regret[regret["policy"] == "always one_shot.ll"].set_index(["ranks", "nbytes"])["regret"]
-    assert always[2, 1024] == pytest.approx(0, abs=0.02)
-    assert always[4, 1 << 20] > 1
-    # One threshold between two can do no worse than one alone: the split that loses least was taken.
-    lost = regret.assign(log=np.log1p(regret["regret"])).groupby("policy")["log"].sum()
-    (threshold,) = [p for p in lost.index if " up to " in p]
-    assert lost[threshold] <= min(lost[p] for p in lost.index if p.startswith("always")) + 0.02
-    assert threshold.endswith("then two_shot.lamport16")
-
-
 # ---- what may not be drawn -------------------------------------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import experiments
-from experiments import claims, frames
+from experiments import claims, fit, frames
 from tests import launch, synthetic
 from tests.synthetic import make
 from tools import notebooks
@@ -36,7 +36,7 @@ kept.write_bytes(pickle.dumps((wanted, outputs)))
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     out = tmp_path_factory.mktemp("runs")
     gather = make(out, synthetic.ALL_GATHER, collective="all_gather", sizes=(1024, 65536), ranks=(2,))
-    return [make(out, sizes=(1024, 65536, 1 << 20), calls=8), gather]
+    return [make(out, sizes=(1024, 16384, 65536, 1 << 20), calls=8), gather]
 
 
 def run(name: str, wanted: str, tmp_path: Path, folders: list[Path]) -> tuple[dict[str, Any], list[Any]]:
@@ -93,16 +93,22 @@ def test_the_papers_figures(tmp_path: Path, folders: list[Path]) -> None:
 
 
 def test_encodings(tmp_path: Path, folders: list[Path]) -> None:
-    names, outputs = run("03_encodings", "sizes,ranks", tmp_path, folders)
-    assert (names["sizes"], names["ranks"]) == ([1024, 65536, 1 << 20], [2, 4])
-    assert pictures(outputs) == 4
+    names, outputs = run("03_encodings", "sizes,ranks,outcome", tmp_path, folders)
+    assert (names["sizes"], names["ranks"]) == ([1024, 16384, 65536, 1 << 20], [2, 4])
+    again = fit.fit_runs([experiments.load(folders[0])], judge=False)
+    assert names["outcome"].model.digest() == again.model.digest()
+    assert pictures(outputs) == 7
 
 
 def test_regret(tmp_path: Path, folders: list[Path]) -> None:
-    names, outputs = run("04_regret", "regret", tmp_path, folders)
-    here = experiments.load(folders[0])
-    assert names["regret"].equals(frames.regret(here, frames.measured(here, "all_reduce", "late")))
-    assert pictures(outputs) == 1
+    names, outputs = run("04_regret", "summary,choices", tmp_path, folders)
+    judged = fit.fit_runs([experiments.load(folders[0])], draws=1).by_sizes
+    assert judged is not None
+    of_model = judged.choices[judged.choices["policy"] == "the model"]
+    for feature in ("none", "late"):
+        worst = 100 * of_model.loc[of_model["launch"] == feature, "regret"].max()
+        assert names["summary"].loc[("all_reduce", feature, "the model"), 1.0] == pytest.approx(worst)
+    assert pictures(outputs) == 2
 
 
 @pytest.mark.mpi
