@@ -17,7 +17,7 @@ from experiments import counted, frames, plots
 from experiments.tables import latency_csv
 from fcomm import bootstrap, records
 from fcomm.cli import Parser
-from fcomm.errors import ArgumentError, RecordError
+from fcomm.errors import ArgumentError, FcommError, RecordError
 from fcomm.source import LAUNCHES
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ def _draw(runs: Sequence[Run], wanted: PaperFigure, published: pd.DataFrame | No
     for run in runs:
         try:
             return Drawn(wanted.name, wanted.shows, wanted.draw(run, **extra), run)
-        except RecordError as error:
+        except FcommError as error:
             reasons.append(str(error))
     # A run of another collective has nothing to say about this one.
     telling = [r for r in reasons if not r.startswith(frames.NO_TIMES)] or reasons
