@@ -81,7 +81,7 @@ def test_a_registered_encoding_is_in_every_list(folder: Path) -> None:
     assert "sum16" in SlabLayout(4, 1 << 16).regions()
     with_it = source_hash()
     assert with_it != ours
-    (folder / "shared.cuh").write_text(SHARED + "// another word\n")
+    (folder / "shared.cuh").write_text(SHARED.replace("w[2]", "2 * w[2]"))
     assert source_hash() not in (with_it, ours)  # records say which kernels they are of, what a header includes too
 
 
