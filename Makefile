@@ -12,6 +12,9 @@ LAUNCH_BUDGET ?= 30s
 # What is one launch by itself, in a folder of its own or none.
 ALONE := $(filter --dry-run --help -h --resume --resume=% --into --into=% --out --out=%,$(SWEEP_ARGS))
 PYTEST_ARGS ?=
+# Runs that figures are drawn of, and further options; without a run: the newest under results/.
+RUNS ?=
+FIGURES_ARGS ?=
 # The interpreter that .venv is made from: PYTHON if given, else the first of these that is new enough.
 PYTHON ?= python3
 PYTHONS := $(if $(filter file,$(origin PYTHON)),python3 python3.14 python3.13 python3.12 python3.11,"$(PYTHON)")
@@ -47,7 +50,7 @@ CPP_SOURCES = find kernels_cu -type f \( -name '*.cu' -o -name '*.cuh' -o -name 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:  # each target sets up first, checks second, runs third
-.PHONY: help sweep test test-full lint format lab env lock clean distclean need-python
+.PHONY: help sweep figures shipped-figures test test-full lint format lab env lock clean distclean need-python
 
 help:  ## list the targets
 	@echo 'flash-comm: targets of this Makefile (PY=python3 uses an existing environment, installs nothing)'
@@ -66,6 +69,17 @@ else
 	done; \
 	: what is made of the whole run goes here, with "$$run"
 endif
+
+figures: $(READY_RUN) need-python  ## the paper's figures and claims from the newest run (RUNS='results/a results/b' for others)
+	@$(CHECK) run
+	$(IN_ENV) "$(RUN)" -m experiments.figures $(RUNS) $(FIGURES_ARGS)
+	$(IN_ENV) "$(RUN)" -m experiments.claims $(RUNS)
+
+# What the repository shows of the runs that it ships: after these were replaced, this and a look at the pictures.
+shipped-figures: $(READY_RUN) need-python
+	$(IN_ENV) "$(RUN)" -m experiments.figures experiments/data/h200-shared/*/ --out docs/figures/h200-shared --formats svg --no-counted
+	$(IN_ENV) "$(RUN)" -m experiments.claims experiments/data/h200-shared/*/ --out docs/figures/h200-shared
+	$(IN_ENV) "$(RUN)" tools/notebooks.py
 
 test: $(READY_TEST) need-python  ## run the tests, all but those marked `full` (PYTEST_ARGS='-k ll' and the like)
 	@$(CHECK) test --need mpirun

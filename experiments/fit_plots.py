@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from experiments.judging import POINT, SELECTOR, Judged
-from experiments.plots import COLOURS, MARKERS, _dress, _size_ticks, style
+from experiments.plots import COLOURS, MARKERS, _dress, _size_ticks, picture, style
 from experiments.tables import encoding_label
+from fcomm.errors import ArgumentError
 from fcomm.protocols import protocols
 from fcomm.sizes import format_size
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from experiments.fit import Outcome
+    from fcomm.cost_model import Model
 
 MAP_RANKS = range(2, 9)
 
@@ -34,13 +36,13 @@ def figures(outcome: Outcome) -> dict[str, Figure]:
 
 def curves(outcome: Outcome, collective: str, launch: str) -> Figure:
     """Measured points and the model's curves: a row for each algorithm, a column for each rank count."""
-    from matplotlib.figure import Figure
-
     f = outcome.table.frame
     f = f[(f["collective"] == collective) & (f["launch"] == launch) & ~f["baseline"]]
     algorithms = list(dict.fromkeys(p.algorithm.name for p in protocols().values() if p.name in set(f["protocol"])))
     counts = sorted(f["ranks"].unique())
-    figure = Figure(figsize=(max(4.0 * len(counts), 6.6), 3.4 * len(algorithms) + 1.2), dpi=150, layout="constrained")
+    figure = picture()(
+        figsize=(max(4.0 * len(counts), 6.6), 3.4 * len(algorithms) + 1.2), dpi=150, layout="constrained"
+    )
     axes = figure.subplots(len(algorithms), len(counts), sharex=True, sharey="row", squeeze=False)
     for i, algorithm in enumerate(algorithms):
         for j, n in enumerate(counts):
@@ -76,7 +78,6 @@ def curves(outcome: Outcome, collective: str, launch: str) -> Figure:
 
 def choice_map(outcome: Outcome, collective: str, launch: str) -> Figure:
     """The model's choice among our protocols over message size and ranks."""
-    from matplotlib.figure import Figure
     from matplotlib.patches import Patch, Rectangle
 
     model, table = outcome.model, outcome.table
@@ -84,7 +85,7 @@ def choice_map(outcome: Outcome, collective: str, launch: str) -> Figure:
     least, most = model.sizes
     sizes = [int(2**e) for e in np.arange(np.log2(least), np.log2(most) + 1e-9, 0.5)]
     sizes = [max(16, b // 16 * 16) for b in sizes]
-    figure = Figure(figsize=(9.0, 4.2), dpi=150, layout="constrained")
+    figure = picture()(figsize=(9.0, 4.2), dpi=150, layout="constrained")
     axis = figure.subplots()
     used: dict[str, int] = {}
     for y, n in enumerate(MAP_RANKS):
@@ -115,12 +116,10 @@ def choice_map(outcome: Outcome, collective: str, launch: str) -> Figure:
 
 def regret(outcome: Outcome, judged: Judged) -> Figure:
     """Median, 95th percentile and worst regret of each policy on sizes left out, a panel for each collective."""
-    from matplotlib.figure import Figure
-
     choices = judged.choices
     collectives = list(choices["collective"].unique())
     policies = list(dict.fromkeys((SELECTOR, *choices["policy"].unique())))
-    figure = Figure(figsize=(4.2 * len(collectives) + 1.5, 3.4), dpi=150, layout="constrained")
+    figure = picture()(figsize=(4.2 * len(collectives) + 1.5, 3.4), dpi=150, layout="constrained")
     axes = figure.subplots(1, len(collectives), sharey=True, sharex=True, squeeze=False)[0]
     marks = (("median", 0.5), ("p95", 0.95), ("worst", 1.0))
     for axis, collective in zip(axes, collectives, strict=True):
@@ -146,8 +145,69 @@ def regret(outcome: Outcome, judged: Judged) -> Figure:
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_yticks(range(len(policies)), policies)
     axes[0].invert_yaxis()
-    axes[-1].legend(loc="lower right", fontsize=8, framealpha=0.9)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize=8, frameon=False)
     _title(figure, outcome, "Regret of choices at sizes that were left out of the fit")
+    return figure
+
+
+GROUPS = {
+    "launch": ("launch", "sharers"),
+    "hops": ("hops",),
+    "evidence": ("evidence", "second_load", "peers", "spread", "waves"),
+    "wire": ("wire",),
+    "re-arming": ("rearm",),
+    "own memory": ("local", "cold"),
+}
+"""Terms of the model that a bar shows as one; what is not here (overlap, correction) is drawn backwards, hatched."""
+
+
+def terms(
+    model: Model, nbytes: int, ranks: int, launch: str = "none", collective: str = "all_reduce", most: int = 14
+) -> Figure:
+    """Predicted time by term at one size and rank count, the fastest protocol first. most : bars to show.
+
+    `ArgumentError` where the model has no prices for the collective and launch feature.
+    """
+    known = [p for p in protocols().values() if p.collective == collective and p.algorithm.forms is None]
+    predicted = {p.name: model.predict(p, nbytes, ranks, launch) for p in known if model.covers(p.name, launch=launch)}
+    if not predicted:
+        raise ArgumentError(f"the model has no prices for {collective} with dependent launch {launch}")
+    shown = sorted(predicted, key=lambda name: sum(predicted[name].values()))[:most]
+    figure = picture()(figsize=(8.2, 0.3 * len(shown) + 1.5), dpi=150, layout="constrained")
+    axis = figure.subplots()
+    for y, name in enumerate(shown):
+        left = 0.0
+        for k, (group, parts) in enumerate(GROUPS.items()):
+            us = sum(predicted[name].get(part, 0.0) for part in parts)
+            axis.barh(
+                y,
+                us,
+                left=left,
+                height=0.64,
+                color=COLOURS[k % len(COLOURS)],
+                edgecolor="white",
+                label=group if y == 0 else None,
+            )
+            left += us
+        total = sum(predicted[name].values())
+        axis.barh(
+            y, total - left, left=left, height=0.64, fill=False, hatch="////", edgecolor="0.25", linewidth=0.6,
+            label="overlap, correction" if y == 0 else None,
+        )  # fmt: skip
+        axis.plot([total, total], [y - 0.4, y + 0.4], color="black", linewidth=2, label="predicted" if y == 0 else None)
+        axis.text(max(total, left), y, f"  {total:.2f}", va="center", fontsize=7.5)
+    axis.set_yticks(range(len(shown)), shown, fontsize=8)
+    axis.invert_yaxis()
+    axis.set_xlim(0, axis.get_xlim()[1] * 1.06)
+    axis.set_xlabel("predicted latency (µs)", fontsize=9)
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.legend(*axis.get_legend_handles_labels(), loc="outside right upper", fontsize=8, frameon=False)
+    where = model.machine.get("device", "an unnamed machine")
+    figure.suptitle(
+        f"{collective.replace('_', '-')} of {format_size(nbytes)} among {ranks} ranks, dependent launch {launch}\n"
+        f"a model of {where}, not a measurement",
+        fontsize=10,
+    )
     return figure
 
 

@@ -103,9 +103,14 @@ def cells(latency: pd.DataFrame, by: str = "family", l2_gbps: float | None = Non
     frame = frame.drop_duplicates(["ranks", "nbytes", "column"]).reset_index(drop=True)
     best = frame.groupby(["ranks", "nbytes"])["latency_us"].transform("min")
     frame["fastest"] = frame["latency_us"] == best
-    rate = frame["l2_gbps"] if l2_gbps is None else l2_gbps
-    frame["l2_share"] = frame["ranks"] * frame["wire_bytes"] / (rate * 1e3) / frame["latency_us"]
+    frame["l2_share"] = l2_share(frame, l2_gbps)
     return frame
+
+
+def l2_share(latency: pd.DataFrame, l2_gbps: float | None = None) -> pd.Series[float]:
+    """Of each latency, the share that all ranks' wire bytes take to pass the L2 of a shared GPU; NaN where not known."""
+    rate = latency["l2_gbps"] if l2_gbps is None else l2_gbps
+    return latency["ranks"] * latency["wire_bytes"] / (rate * 1e3) / latency["latency_us"]
 
 
 def select(run: Run, collective: str, launch: str, mode: str | None = None, dtype: str | None = None) -> pd.DataFrame:
@@ -142,7 +147,7 @@ def _label(row: dict[str, Any]) -> str:
     return f"{text} ({', '.join(notes)})" if notes else text
 
 
-def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
+def aligned(table: Sequence[Sequence[str]]) -> list[str]:
     """A Markdown table whose columns are also straight in a terminal."""
     widths = [max(len(row[k]) for row in table) for k in range(len(table[0]))]
     lines = ["| " + " | ".join(text.ljust(w) for text, w in zip(row, widths, strict=True)) + " |" for row in table]
@@ -179,7 +184,7 @@ def matrix(frame: pd.DataFrame, columns: Sequence[str], label: bool) -> Iterator
                 )
                 line.append("" if math.isnan(ours / theirs) else f"{ours / theirs:.3f}")
             table.append(line)
-        yield from _aligned(table)
+        yield from aligned(table)
         yield ""
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fcomm import errors
-from fcomm.protocols import protocols
+from fcomm.protocols import Encoding, protocols, register
 
 if TYPE_CHECKING:
     from fcomm.calibration import calibrate
     from fcomm.communicator import Communicator
 
 __version__ = "0.1.0"
-__all__ = ["Communicator", "__version__", "calibrate", "errors", "protocols"]
+__all__ = ["Communicator", "Encoding", "__version__", "calibrate", "errors", "protocols", "register"]
 
 
 def __getattr__(name: str) -> Any:

@@ -609,24 +609,40 @@ def launch_interval(groups: Sequence[NDArray[np.float64]], confidence: float = 0
     """Interval of the pooled median where the launches, not their calls, are the replicates.
 
     Launches are drawn with replacement, each as a whole: calls within one share its placement, clocks and addresses.
-    All draws are enumerated for up to 6 launches; beyond, 2000 are taken with a fixed seed.
     """
-    k = len(groups)
+    return weighted_interval(launch_medians(groups), launch_draws(len(groups))[1], confidence)
+
+
+def launch_draws(launches: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """How often each launch is in each draw, shape (draws, launches), and each draw's weight.
+
+    All draws are enumerated for up to 6 launches; beyond, 2000 are taken with a fixed seed: the same for all cases, so that
+    two cases of a run can be compared draw by draw.
+    """
+    k = launches
+    if k > _EXACT_LAUNCHES:
+        return np.random.default_rng(0).multinomial(k, [1 / k] * k, _RESAMPLES), np.ones(_RESAMPLES)
+    draws = np.array([np.bincount(d, minlength=k) for d in itertools.combinations_with_replacement(range(k), k)])
+    return draws, np.array([math.factorial(k) / math.prod(math.factorial(c) for c in d) for d in draws.tolist()])
+
+
+def launch_medians(groups: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
+    """Pooled median of each of `launch_draws`."""
     pooled = np.concatenate(groups)
-    of = np.repeat(np.arange(k), [len(g) for g in groups])
+    of = np.repeat(np.arange(len(groups)), [len(g) for g in groups])
     order = np.argsort(pooled, kind="stable")
-    if k <= _EXACT_LAUNCHES:
-        draws = np.array([np.bincount(d, minlength=k) for d in itertools.combinations_with_replacement(range(k), k)])
-        weights = np.array([math.factorial(k) / math.prod(math.factorial(c) for c in d) for d in draws.tolist()])
-    else:
-        draws = np.random.default_rng(0).multinomial(k, [1 / k] * k, _RESAMPLES)
-        weights = np.ones(len(draws))
-    medians = _weighted_medians(pooled[order], draws[:, of[order]])
-    by_size = np.argsort(medians, kind="stable")
+    return _weighted_medians(pooled[order], launch_draws(len(groups))[0][:, of[order]])
+
+
+def weighted_interval(
+    values: NDArray[np.float64], weights: NDArray[np.float64], confidence: float = 0.95
+) -> tuple[float, float]:
+    """What holds `confidence` of the weight, as much of the rest on either side."""
+    by_size = np.argsort(values, kind="stable")
     reached = np.cumsum(weights[by_size]) / weights.sum()
     alpha = 1 - confidence
-    low = medians[by_size][np.searchsorted(reached, alpha / 2)]
-    high = medians[by_size][min(int(np.searchsorted(reached, 1 - alpha / 2)), len(medians) - 1)]
+    low = values[by_size][np.searchsorted(reached, alpha / 2)]
+    high = values[by_size][min(int(np.searchsorted(reached, 1 - alpha / 2)), len(values) - 1)]
     return float(low), float(high)
 
 
@@ -655,10 +671,10 @@ def summarise(samples: pd.DataFrame, cases: pd.DataFrame) -> pd.DataFrame:
 
     from fcomm.records import LATENCY
 
-    known = cases.set_index("case")
+    known = {row["case"]: row for row in cases.to_dict("records")}
     rows = []
     for case, calls in slowest_rank(samples).groupby("case", sort=True):
-        facts = dict(known.loc[[case]].iloc[0].items())
+        facts = known[case]
         if facts["wrong"] > 0 or facts["status"] != "measured":
             continue
         groups = [g.to_numpy(np.float64) / 1e3 for _, g in calls.groupby("launch")["nanoseconds"]]

@@ -2,18 +2,20 @@
 
 A protocol is an algorithm with an encoding for each of its phases. An encoding says how a receiver knows that a piece of
 a message is there; an algorithm says who sends what to whom. To add an encoding: one file in ``kernels_cu/wire`` and one
-entry in `ENCODINGS`.
+entry in `ENCODINGS`; or, from a program of one's own, a file anywhere and a call of `register`.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from types import MappingProxyType
 
 from fcomm.dtypes import BYTES, REDUCIBLE, ElementType
-from fcomm.errors import NotAdmittedError
+from fcomm.errors import ArgumentError, NotAdmittedError
 from fcomm.sizes import round_up
 
 CELL_BYTES = 16
@@ -271,22 +273,25 @@ class Protocol:
 
 _ATOMIC16 = frozenset({"atomic16"})
 
-ENCODINGS: Mapping[str, Encoding] = MappingProxyType(
-    {
-        e.name: e
-        for e in (
-            #        name         struct      header                cells payload copies unit access re-arm
-            Encoding("ll", "Ll", "wire/ll.cuh", 1, 8, 2, 8, 16, 0, frozenset({"atomic8"})),
-            Encoding("ll16", "Ll16", "wire/ll16.cuh", 1, 12, 2, 16, 16, 0, _ATOMIC16),
-            Encoding("ll128", "Ll128", "wire/ll128.cuh", 8, 120, 2, 128, 16, 0, frozenset({"line128"})),
-            Encoding(
-                "lamport", "Lamport", "wire/lamport.cuh", 1, 16, 3, 4, 16, 16, frozenset({"atomic4"}), bit_exact=False
-            ),
-            Encoding("lamport16", "Lamport16", "wire/lamport16.cuh", 1, 16, 3, 16, 16, 16, _ATOMIC16, bit_exact=False),
-            Encoding("flag", "Flag", "wire/flag.cuh", 1, 16, 2, 0, 4, 0, frozenset({"acquire_release"}), max_chunks=64),
-        )
-    }
-)
+_encodings: dict[str, Encoding] = {
+    e.name: e
+    for e in (
+        #        name         struct      header                cells payload copies unit access re-arm
+        Encoding("ll", "Ll", "wire/ll.cuh", 1, 8, 2, 8, 16, 0, frozenset({"atomic8"})),
+        Encoding("ll16", "Ll16", "wire/ll16.cuh", 1, 12, 2, 16, 16, 0, _ATOMIC16),
+        Encoding("ll128", "Ll128", "wire/ll128.cuh", 8, 120, 2, 128, 16, 0, frozenset({"line128"})),
+        Encoding(
+            "lamport", "Lamport", "wire/lamport.cuh", 1, 16, 3, 4, 16, 16, frozenset({"atomic4"}), bit_exact=False
+        ),
+        Encoding("lamport16", "Lamport16", "wire/lamport16.cuh", 1, 16, 3, 16, 16, 16, _ATOMIC16, bit_exact=False),
+        Encoding("flag", "Flag", "wire/flag.cuh", 1, 16, 2, 0, 4, 0, frozenset({"acquire_release"}), max_chunks=64),
+    )
+}
+ENCODINGS: Mapping[str, Encoding] = MappingProxyType(_encodings)
+"""Every encoding by name: ours, and behind them those that were registered."""
+
+_include: dict[str, Path] = {}
+"""Folders of the headers of registered encodings, by the encoding's name."""
 
 _MIB = 1 << 20
 V2_PUSH_UP_TO: Mapping[str, Mapping[int, int]] = MappingProxyType(
@@ -406,6 +411,45 @@ def _build() -> tuple[dict[str, Protocol], dict[str, str]]:
             admitted = tuple(t for t in dtypes if t.is_float or all(e.bit_exact for e in encodings))
             found[name] = Protocol(name, a, encodings, tuple(e.name for e in encodings), admitted)
     return found, left_out
+
+
+def register(encoding: Encoding, include: str | Path) -> None:
+    """Adds an encoding of one's own: from then on every algorithm exists with it, in every list, sweep and figure.
+
+    include : folder that `encoding.header` lies in; the header may include the kernels' own, as ``"wire/base.cuh"``. Call it
+    alike on all ranks and before the first communicator, whose slab has a region for each encoding. The same name again
+    replaces what was registered under it. Raises `ArgumentError` for an encoding that cannot be.
+    """
+    from fcomm import source  # which imports this module
+
+    folder, name = Path(include).resolve(), encoding.name
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+        raise ArgumentError(f"an encoding is named in small letters, digits and underscores, not {name!r}")
+    if not re.fullmatch(r"[A-Za-z_]\w*", encoding.kernel_type):
+        raise ArgumentError(f"{encoding.kernel_type!r} is not the name of a struct")
+    if name in _encodings and name not in _include:
+        raise ArgumentError(f"{name} is one of flash-comm's own encodings: choose another name")
+    if not (folder / encoding.header).is_file():
+        raise ArgumentError(f"{folder} has no {encoding.header}, the header of {name}")
+    if (source.kernel_root() / encoding.header).exists():
+        raise ArgumentError(f"{encoding.header} is the name of one of flash-comm's own headers: choose another one")
+    if encoding.copies != 2:
+        raise ArgumentError(
+            f"{name} has {encoding.copies} copies of each slot; the turns of a sentinel are kept for ours alone"
+        )
+    if encoding.group_payload % 4 or not 0 < encoding.group_payload <= CELL_BYTES * encoding.group_cells:
+        raise ArgumentError(
+            f"{name} carries {encoding.group_payload} bytes in {encoding.group_cells} cells of {CELL_BYTES}: a positive multiple "
+            "of 4 that fits is needed"
+        )
+    _encodings[name], _include[name] = encoding, folder
+    protocols.cache_clear()
+    left_out.cache_clear()
+
+
+def registered() -> Mapping[str, Path]:
+    """Names of the registered encodings, each with its header."""
+    return {name: folder / _encodings[name].header for name, folder in _include.items()}
 
 
 @cache

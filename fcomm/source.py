@@ -14,7 +14,7 @@ from pathlib import Path
 from fcomm.dtypes import ElementType
 from fcomm.errors import SetupError
 from fcomm.protocols import MAX_THREADS as MAX_THREADS
-from fcomm.protocols import Protocol
+from fcomm.protocols import Protocol, registered
 
 OPTIONS = ("-std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
 """What NVRTC is told: IEEE arithmetic, no flush to zero, no contraction."""
@@ -78,8 +78,16 @@ class Specialisation:
 
 def flatten(text: str, root: Path | None = None) -> str:
     """Replaces each quoted include by the file, once (as ``#pragma once`` would); system includes stay."""
-    root = root or kernel_root()
+    # A registered encoding's header is in a folder of its own; what it includes is looked for among the kernels first.
+    roots = [root] if root else [kernel_root(), *dict.fromkeys(header.parent for header in registered().values())]
     seen: set[Path] = set()
+
+    def find(name: str, origin: str) -> tuple[Path, str] | None:
+        for folder in roots:
+            for path in (folder / name, (folder / origin).parent / name):  # or relative to the including file
+                if path.is_file() and path.resolve().is_relative_to(folder.resolve()):
+                    return path.resolve(), path.resolve().relative_to(folder.resolve()).as_posix()
+        return None
 
     def expand(lines: str, origin: str) -> list[str]:
         out: list[str] = []
@@ -88,16 +96,14 @@ def flatten(text: str, root: Path | None = None) -> str:
             if found is None:
                 out.append("" if line.strip() == "#pragma once" else line)  # an empty line: line numbers stay right
                 continue
-            path = root / found.group(1)
-            if not path.is_file():  # an include relative to the including file
-                path = (root / origin).parent / found.group(1)
-            if not path.is_file():
+            included = find(found.group(1), origin)
+            if included is None:
                 raise SetupError(f"{origin}:{number} includes {found.group(1)}, which is not among the kernel sources")
-            if path.resolve() in seen:
+            path, name = included
+            if path in seen:
                 out.append("")
             else:
-                seen.add(path.resolve())
-                name = path.resolve().relative_to(root.resolve()).as_posix()
+                seen.add(path)
                 out += [f'#line 1 "{name}"', *expand(path.read_text(), name), f'#line {number + 1} "{origin}"']
         return out
 
@@ -105,8 +111,7 @@ def flatten(text: str, root: Path | None = None) -> str:
 
 
 @cache
-def source_hash() -> str:
-    """SHA-256 over all kernel sources but their comments, without the simulator: which kernels a record was taken with."""
+def _own_hash() -> str:
     digest = hashlib.sha256()
     root = kernel_root()
     for path in sorted(p for p in root.rglob("*") if p.suffix in (".cuh", ".hpp")):
@@ -120,3 +125,16 @@ def _code(text: str) -> str:
     """The lines of a source without comments and empty lines."""
     lines = (re.sub(r"\s*//.*$", "", line).rstrip() for line in text.splitlines())
     return "\n".join(line for line in lines if line)
+
+
+def source_hash() -> str:
+    """SHA-256 over all kernel sources but their comments, without the simulator and with registered headers: which kernels a
+    record was taken with.
+    """
+    headers = registered()
+    if not headers:
+        return _own_hash()
+    digest = hashlib.sha256(_own_hash().encode())
+    for name, header in sorted(headers.items()):
+        digest.update(name.encode() + b"\0" + _code(flatten(header.read_text())).encode() + b"\0")
+    return digest.hexdigest()

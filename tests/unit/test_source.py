@@ -80,7 +80,7 @@ def test_the_hash_changes_with_any_file(monkeypatch: pytest.MonkeyPatch, tmp_pat
     root = tmp_path / "kernels_cu"
     shutil.copytree(kernel_root(), root)
     monkeypatch.setattr(source, "kernel_root", lambda: root)
-    hash_now = source.source_hash.__wrapped__
+    hash_now = source._own_hash.__wrapped__
     before = hash_now()
     assert before == hash_now()
     files = sorted(p for p in root.rglob("*") if p.is_file() and p.parent.name != "sim")
