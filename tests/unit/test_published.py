@@ -1,0 +1,59 @@
+"""The form on published curves: the errors that were reached, by system, at sizes left out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from experiments import published
+from fcomm.errors import RecordError
+
+# Median and 95th percentile at sizes left out, over all GPUs and rank counts: what was reached, and a little room.
+REACHED = {
+    "sglang 0.5.14": (0.05, 0.15),
+    "trtllm 1.3.0rc20": (0.05, 0.15),
+}
+
+
+def test_the_form_describes_systems_that_it_was_not_made_for() -> None:
+    frame = published.read()
+    frame = frame[frame["gpu"].isin(["b300_sxm", "h200_sxm"]) & frame["system"].isin(["sglang", "trtllm"])]
+    frame = frame[frame["version"] != "0.5.10"]
+    found = published.evaluate(frame)
+    for system, of_it in found.groupby("system"):
+        errors, plain = (np.concatenate(of_it[c].tolist()) for c in ("errors", "two_term_errors"))
+        median, p95 = REACHED[str(system)]
+        assert np.median(errors) <= median
+        assert np.quantile(errors, 0.95) <= p95 or system not in REACHED
+        assert np.median(errors) < np.median(plain)
+    assert "| all |" in published.report(found)
+
+
+@pytest.mark.full
+def test_all_systems_and_gpus() -> None:
+    found = published.evaluate(published.read())
+    assert len(found) == 96
+    assert np.median(np.concatenate(found["errors"].tolist())) <= 0.05
+    assert (found["median"] <= found["two_term_median"]).mean() > 0.85
+
+
+def test_duplicates_are_averaged_and_modes_are_not_mixed() -> None:
+    frame = published.read()
+    keys = ["system", "version", "gpu", "collective", "ranks", "bytes"]
+    assert not frame.duplicated(keys).any()
+    assert frame["bytes"].between(1 << 10, 4 << 20).all()
+
+
+def test_a_table_that_is_none_is_refused(tmp_path: Path) -> None:
+    bad = tmp_path / "x.csv"
+    with pytest.raises(RecordError, match="not the table"):
+        published.read(bad)
+    bad.write_text("a,b\n1,2\n")
+    with pytest.raises(RecordError, match="not the table"):
+        published.read(bad)
+    text = published.DATA.read_text().splitlines()
+    bad.write_text("\n".join([text[0], text[2].rsplit(",", 1)[0] + ",-1"]) + "\n")
+    with pytest.raises(RecordError, match="not positive"):
+        published.read(bad)
