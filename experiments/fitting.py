@@ -58,7 +58,7 @@ FLATTEN, BEND = 0.1, 0.1
 BETTER = 0.99
 """A searched launch shape replaces the default where its time is below this share of the default's."""
 STEPS = 60
-BOUNDS: Mapping[Name, tuple[float, float]] = {("overlap",): (1.0, 8.0), ("cold_mib",): (1 / 64, 64.0)}
+BOUNDS: Mapping[Name, tuple[float, float]] = {("overlap",): (1.5, 8.0), ("cold_mib",): (1 / 64, 64.0)}
 START: Mapping[Name, float] = {("overlap",): 3.0, ("cold_mib",): 1.0}
 
 

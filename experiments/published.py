@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from experiments import fitting
+from experiments.fit import replace_block
 from experiments.fitting import Floats, Table, fit, predictions
 from experiments.judging import summary
 from fcomm import bootstrap
@@ -194,8 +195,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument(
         "--data", type=Path, default=DATA, metavar="CSV", help="published latencies (the copy in the repository)"
     )
+    p.add_argument("--docs", type=Path, metavar="DIR", help="also put the tables into DIR/cost-model.md")
     args = p.parse_args(argv)
-    print(report(evaluate(read(args.data))))
+    text = report(evaluate(read(args.data)))
+    print(text)
+    if args.docs is not None:
+        replace_block(args.docs / "cost-model.md", "published", text)
     return 0
 
 
