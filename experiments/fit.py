@@ -208,7 +208,7 @@ def misses(judged: Judged, count: int = MISSES) -> str:
     """The points with the largest regret of the model's choice; as Markdown."""
     c = judged.choices[judged.choices["policy"] == SELECTOR]
     keys = [*judging.POINT, "chosen", "best"]
-    worst = c.groupby(keys, as_index=False)["regret"].mean().sort_values("regret", ascending=False).head(count)
+    worst = c.groupby(keys)["regret"].mean().reset_index().sort_values("regret", ascending=False).head(count)
     lines = [
         "| collective | ranks | size | dependent launch | chosen | best | regret |",
         "|---|---|---|---|---|---|---|",

@@ -24,7 +24,7 @@ def figures(outcome: Outcome) -> dict[str, Figure]:
     """Every figure, by file name: curves and map for each collective and launch feature, regret for all together."""
     found: dict[str, Figure] = {}
     f = outcome.table.frame
-    for (collective, launch), _ in f.groupby(["collective", "launch"]):
+    for collective, launch in sorted(set(zip(f["collective"], f["launch"], strict=True))):
         found[f"model-{collective}-{launch}.png"] = curves(outcome, collective, launch)
         found[f"map-{collective}-{launch}.png"] = choice_map(outcome, collective, launch)
     if outcome.by_sizes is not None:

@@ -431,7 +431,9 @@ def chosen_shapes(table: Table) -> dict[str, tuple[tuple[int, int, int], ...]]:
     found: dict[str, list[tuple[int, int, int]]] = {}
     f = table.frame
     sought = table.searched_at
-    for (p, n, la, nbytes), of_it in f.groupby(["protocol", "ranks", "launch", "nbytes"], sort=True):
+    keys: Any
+    for keys, of_it in f.groupby(["protocol", "ranks", "launch", "nbytes"], sort=True):
+        p, n, la, nbytes = keys
         if (p, n, la, nbytes) not in sought:
             continue
         default = of_it.loc[~of_it["searched"], "latency_us"].min()
@@ -459,8 +461,10 @@ def would_run(table: Table, model: Model) -> NDArray[np.bool_]:
     """Cases with the launch shape that the model's choice would use; where that one was not measured, the fastest there."""
     f = table.frame
     keep = np.zeros(len(f), bool)
-    for (p, n, la, nbytes, _), at in f.groupby(["protocol", "ranks", "launch", "nbytes", "dtype"]).groups.items():
-        index = list(at)
+    keys: Any
+    for keys, at in f.groupby(["protocol", "ranks", "launch", "nbytes", "dtype"]).groups.items():
+        p, n, la, nbytes, _ = keys
+        index: list[Any] = list(at)
         if len(index) > 1:
             shape = model.shape(protocols()[p], nbytes, n, la)
             of_it = f.loc[index]

@@ -156,15 +156,12 @@ def test_damaged_files_are_refused_in_one_sentence(tmp_path: object) -> None:
 
 @pytest.mark.parametrize("value", [-1.0, float("nan"), None])
 def test_impossible_coefficients_are_refused_by_name(value: float) -> None:
-    for table, key in (("shared", next(iter(SHARED))), ("own", next(iter(OWN)))):
-        m = model()
-        bad = (
-            {**m.shared, key: value}
-            if table == "shared"
-            else {**m.own, "one_shot.ll": {**m.own["one_shot.ll"], key: value}}
-        )
-        with pytest.raises(ModelError, match=key):
-            replace(m, **{table: bad}).validate()
+    m, key = model(), next(iter(SHARED))
+    with pytest.raises(ModelError, match=key):
+        replace(m, shared={**m.shared, key: value}).validate()
+    key = next(iter(OWN))
+    with pytest.raises(ModelError, match=rf"{key} of one_shot\.ll"):
+        replace(m, own={**m.own, "one_shot.ll": {**m.own["one_shot.ll"], key: value}}).validate()
 
 
 def test_models_of_others_are_not_this_machines() -> None:

@@ -44,7 +44,7 @@ def make_run(
     """A run whose times are what the seed's prices say, but for noise."""
     rng = np.random.default_rng(seed)
     recorder = Recorder.create(out, "here", "cuda", {"seed": 0, "sizes": list(sizes)})
-    plan = []
+    plan: list[dict[str, Any]] = []
     for n in (2, 4, 8):
         for nbytes in sizes:
             for name in NAMES:
