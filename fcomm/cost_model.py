@@ -388,9 +388,9 @@ class Model:
         return (blocks, threads) if blocks else None
 
     def sharers(self, world_size: int) -> int:
-        """Ranks on the fullest GPU (cpu backend: all ranks, which share the memory)."""
+        """Ranks on the fullest GPU; on the cpu backend one, and each rank beyond the number of cores."""
         if self.machine.get("backend") == "cpu":
-            return world_size
+            return max(1, 1 + world_size - int(self.machine.get("cores", 1)))
         gpus = int(self.machine.get("shared_gpus", 0))
         return -(-world_size // gpus) if gpus else 1
 
