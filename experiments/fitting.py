@@ -59,7 +59,7 @@ BETTER = 0.99
 """A searched launch shape replaces the default where its time is below this share of the default's."""
 FAR_OFF = 0.2
 """Median relative error of a fit that has not found its way."""
-TYPICAL_US = 5.0
+TYPICAL_US = 10.0
 """A latency, for which the strengths of pulls are meant."""
 STEPS = 60
 BOUNDS: Mapping[Name, tuple[float, float]] = {("overlap",): (1.5, 8.0), ("cold_mib",): (1 / 64, 64.0)}

@@ -17,7 +17,7 @@ REACHED = {
     ("trtllm 1.3.0rc20", "all_reduce"): (0.03, 0.16),
     ("nccl 2.29.2", "all_gather"): (0.03, 0.14),
     ("nccl 2.29.2", "all_reduce"): (0.03, 0.20),
-    ("sglang 0.5.10", "all_reduce"): (0.03, 0.25),
+    ("sglang 0.5.10", "all_reduce"): (0.03, 0.26),
     ("vllm 0.24.0", "all_reduce"): (0.03, 0.31),
 }
 
