@@ -62,7 +62,8 @@ FAR_OFF = 0.2
 TYPICAL_US = 10.0
 """A latency, for which the strengths of pulls are meant."""
 STEPS = 60
-BOUNDS: Mapping[Name, tuple[float, float]] = {("overlap",): (1.5, 8.0), ("cold_mib",): (1 / 64, 64.0)}
+BOUNDS: Mapping[Name, tuple[float, float]] = {("overlap",): (1.5, 8.0), ("cold_mib",): (0.25, 64.0)}
+"""0.25 MiB: of 50 calls, 12 MiB, which fit into the cache of any GPU of these."""
 START: Mapping[Name, float] = {("overlap",): 3.0, ("cold_mib",): 1.0}
 
 
