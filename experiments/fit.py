@@ -62,7 +62,25 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--draws", type=int, default=judging.DRAWS, metavar="INT", help="resamplings for intervals (40)")
     p.add_argument("--quick", action="store_true", help="the model alone: no intervals, errors, regret or figures")
     p.add_argument("--out", type=Path, metavar="DIR", help="folder for model, report and figures (the first run's)")
+    p.add_argument(
+        "--docs", type=Path, metavar="DIR", help="also put tables and figures into DIR/cost-model.md and DIR/figures"
+    )
     return p
+
+
+DOCUMENTED = ("model-all_reduce-none.png", "map-all_reduce-none.png", "regret.png")
+"""Figures that the documentation shows, there under cost-<name>."""
+
+
+def replace_block(path: Path, name: str, content: str) -> None:
+    """Puts content between the comments `<!-- name -->` and `<!-- /name -->` of a page."""
+    begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+    text = path.read_text() if path.is_file() else ""
+    head, found, rest = text.partition(begin)
+    _, closed, tail = rest.partition(end)
+    if not found or not closed:
+        raise ArgumentError(f"{path} has no {begin} ... {end} to put tables in")
+    records.write_whole(path, f"{head}{begin}\n\n{content.strip()}\n\n{end}{tail}".encode())
 
 
 def progress(items: Sequence[Any], what: str) -> Iterator[Any]:
@@ -190,7 +208,7 @@ def misses(judged: Judged, count: int = MISSES) -> str:
     """The points with the largest regret of the model's choice; as Markdown."""
     c = judged.choices[judged.choices["policy"] == SELECTOR]
     keys = [*judging.POINT, "chosen", "best"]
-    worst = c.groupby(keys, as_index=False)["regret"].mean().sort_values("regret", ascending=False).head(count)
+    worst = c.groupby(keys)["regret"].mean().reset_index().sort_values("regret", ascending=False).head(count)
     lines = [
         "| collective | ranks | size | dependent launch | chosen | best | regret |",
         "|---|---|---|---|---|---|---|",
@@ -253,6 +271,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name, figure in figures(outcome).items():
             records.write_whole(folder / name, png(figure))
             kept.append(name)
+            if args.docs is not None and name in DOCUMENTED:
+                records.write_whole(args.docs / "figures" / f"cost-{name}", png(figure))
+        if args.docs is not None:
+            page = args.docs / "cost-model.md"
+            replace_block(page, "fit", text.split("\n", 1)[1].replace("\n## ", "\n### "))
     print(f"{folder}/ has {', '.join(kept)}")
     if args.save:
         print(

@@ -26,7 +26,7 @@ def figures(outcome: Outcome) -> dict[str, Figure]:
     """Every figure, by file name: curves and map for each collective and launch feature, regret for all together."""
     found: dict[str, Figure] = {}
     f = outcome.table.frame
-    for (collective, launch), _ in f.groupby(["collective", "launch"]):
+    for collective, launch in sorted(set(zip(f["collective"], f["launch"], strict=True))):
         found[f"model-{collective}-{launch}.png"] = curves(outcome, collective, launch)
         found[f"map-{collective}-{launch}.png"] = choice_map(outcome, collective, launch)
     if outcome.by_sizes is not None:
@@ -136,7 +136,7 @@ def regret(outcome: Outcome, judged: Judged) -> Figure:
                     label=name if y == 0 else None,
                 )  # fmt: skip
         axis.set_xscale("symlog", linthresh=1.0)
-        axis.set_xlim(-0.1, None)
+        axis.set_xlim(-0.1, 150)
         axis.set_xticks([0, 1, 5, 15, 50, 100], ["0", "1", "5", "15", "50", "100"])
         axis.minorticks_off()
         axis.set_xlabel("regret (%)")

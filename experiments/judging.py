@@ -115,6 +115,8 @@ def _choices(
             ALWAYS: _always(train), THRESHOLD: _threshold(train), LOOKUP: _lookup(train), TABLE: _v2_table(model),
         }  # fmt: skip
     found = []
+    times = frame["latency_us"].to_numpy(float)
+    point: Any
     for point, at in frame.groupby(POINT).groups.items():
         index = np.array(list(at))
         of_it = frame.loc[index]
@@ -133,7 +135,7 @@ def _choices(
             mine = [k for k in pool if frame.at[k, "protocol"] == name]
             if not mine:
                 continue
-            chosen = min(mine, key=lambda k: frame.at[k, "latency_us"])
+            chosen = min(mine, key=lambda k: times[k])
             for a in (0, 1):
                 best = index[own][np.argmin(halves[index[own], a])]
                 fastest = index[np.argmin(halves[index, a])]
@@ -184,8 +186,8 @@ def _threshold(train: Table) -> Callable[[Any, pd.DataFrame], str | None]:
         of_it = _of(relative, collective=key[0], launch=key[1], ranks=key[2])
         if of_it.empty or not len(of_it.columns):
             continue
-        logs = np.log(of_it.groupby(level="nbytes").mean())
-        sizes, table, names = logs.index.to_numpy(float), logs.to_numpy(), list(logs.columns)
+        mean = of_it.groupby(level="nbytes").mean()
+        sizes, table, names = mean.index.to_numpy(float), np.log(mean.to_numpy(float)), list(mean.columns)
         below = np.vstack([np.zeros(len(names)), np.cumsum(table, axis=0)])
         costs = below.min(axis=1) + (below[-1] - below).min(axis=1)
         cut = int(np.argmin(costs))

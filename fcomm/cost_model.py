@@ -388,9 +388,9 @@ class Model:
         return (blocks, threads) if blocks else None
 
     def sharers(self, world_size: int) -> int:
-        """Ranks on the fullest GPU (cpu backend: all ranks, which share the memory)."""
+        """Ranks on the fullest GPU; on the cpu backend one, and each rank beyond the number of cores."""
         if self.machine.get("backend") == "cpu":
-            return world_size
+            return max(1, 1 + world_size - int(self.machine.get("cores", 1)))
         gpus = int(self.machine.get("shared_gpus", 0))
         return -(-world_size // gpus) if gpus else 1
 
@@ -578,47 +578,53 @@ def seed_model(machine: Mapping[str, Any]) -> Model:
 
 
 _SEED_SHARED: Mapping[str, float] = {
-    "hop_us": 0.5, "line_us": 0.27, "cold_us": 0.87, "cold_mib": 0.66, "local_us_per_mib": 0.3, "link_us_per_mib": 0.0,
-    "rearm_us_per_mib": 0.59, "overlap": 2.2,
-}  # fmt: skip
+    "hop_us": 0.42,
+    "line_us": 0.33,
+    "cold_us": 0.68,
+    "cold_mib": 0.64,
+    "local_us_per_mib": 0.21,
+    "link_us_per_mib": 0.12,
+    "rearm_us_per_mib": 0.2,
+    "overlap": 1.5,
+}
 _SEED_LAUNCH: Mapping[str, Mapping[str, float]] = {
-    "none": {"launch_us": 0.97, "sharer_us": 0.10},
-    "late": {"launch_us": 0.62, "sharer_us": 0.09},
+    "none": {"launch_us": 1.0, "sharer_us": 0.26},
+    "late": {"launch_us": 0.7, "sharer_us": 0.25},
 }
 # Prices in the order of OWN.
 _SEED_OWN: Mapping[str, tuple[float, float, float, float, float, float]] = {
-    "one_shot.ll": (0.120, 0.155, 0.041, 0.015, 0.563, 0.505),
-    "one_shot.ll16": (0.163, 0.196, 0.053, 0.008, 1.542, 0.688),
-    "one_shot.ll128": (0.043, 0.454, 0.076, 0.002, 1.353, 1.035),
-    "one_shot.lamport": (0.162, 0.202, 0.033, 0.010, 2.674, 0.273),
-    "one_shot.lamport16": (0.172, 0.191, 0.026, 0.012, 2.423, 0.284),
-    "one_shot.flag": (2.451, 0.068, 0.014, 0.067, 1.436, 1.045),
-    "two_shot.ll": (0.099, 0.103, 0.083, 0.006, 0.728, 0.826),
-    "two_shot.ll16": (0.102, 0.132, 0.101, 0.001, 0.750, 0.875),
-    "two_shot.ll128": (0.241, 0.168, 0.092, 0.029, 1.639, 0.000),
-    "two_shot.lamport": (0.164, 0.141, 0.064, 0.013, 0.878, 0.590),
-    "two_shot.lamport16": (0.164, 0.133, 0.062, 0.013, 0.832, 0.606),
-    "two_shot.flag": (2.091, 0.086, 0.095, 0.041, 0.523, 2.091),
-    "two_shot.ll+ll128": (0.393, 0.034, 0.025, 0.068, 0.699, 2.054),
-    "two_shot.lamport+ll128": (0.430, 0.016, 0.030, 0.119, 0.622, 1.775),
-    "two_shot.lamport16+ll16": (0.373, 0.069, 0.039, 0.076, 0.491, 1.474),
-    "two_shot.lamport16+ll128": (0.417, 0.023, 0.050, 0.107, 0.608, 1.696),
-    "barrier.one_shot": (0.004, 0.053, 0.028, 0.022, 0.579, 0.824),
-    "barrier.two_shot": (0.323, 0.072, 0.000, 0.000, 0.176, 1.357),
-    "custom_ar_v2.push": (0.307, 0.212, 0.026, 0.007, 4.130, 0.793),
-    "custom_ar_v2.pull_one_shot": (0.033, 0.067, 0.000, 0.009, 0.199, 0.160),
-    "custom_ar_v2.pull_two_shot": (0.269, 0.053, 0.000, 0.000, 0.000, 0.144),
-    "lamport_fp": (0.040, 0.168, 0.060, 0.019, 2.830, 0.794),
-    "all_gather.ll": (0.067, 0.182, 0.057, 0.006, 0.506, 0.521),
-    "all_gather.ll16": (0.073, 0.231, 0.067, 0.000, 2.041, 0.898),
-    "all_gather.ll128": (0.061, 0.443, 0.062, 0.013, 1.365, 1.163),
-    "all_gather.flag": (1.572, 0.209, 0.015, 0.075, 1.445, 0.788),
-    "barrier.all_gather": (0.000, 0.048, 0.035, 0.033, 0.504, 1.270),
-    "sentinel.all_gather": (0.310, 0.203, 0.039, 0.000, 1.236, 0.968),
-    "reduce_scatter.ll": (0.194, 0.168, 0.093, 0.001, 0.955, 0.605),
-    "reduce_scatter.ll16": (0.406, 0.169, 0.094, 0.000, 0.916, 1.131),
-    "reduce_scatter.ll128": (0.537, 0.251, 0.062, 0.021, 2.529, 0.000),
-    "reduce_scatter.lamport": (0.361, 0.192, 0.081, 0.001, 1.088, 0.606),
-    "reduce_scatter.lamport16": (0.423, 0.164, 0.070, 0.003, 0.851, 0.703),
-    "reduce_scatter.flag": (1.597, 0.252, 0.112, 0.025, 0.508, 2.594),
+    "all_gather.flag": (1.6, 0.064, 0.035, 0.064, 1.1, 0.42),
+    "all_gather.ll": (0.082, 0.043, 0.056, 0.00066, 0.89, 0.37),
+    "all_gather.ll128": (0.088, 0.24, 0.053, 0.017, 1.2, 0.83),
+    "all_gather.ll16": (0.11, 0.068, 0.062, 0.0, 1.4, 0.73),
+    "barrier.all_gather": (0.048, 0.0054, 0.045, 0.02, 0.41, 1.0),
+    "barrier.one_shot": (0.051, 0.0096, 0.037, 0.012, 0.48, 0.66),
+    "barrier.two_shot": (0.37, 0.034, 0.0083, 0.0, 0.18, 0.97),
+    "custom_ar_v2.pull_one_shot": (0.069, 0.02, 0.016, 0.0055, 0.15, 0.037),
+    "custom_ar_v2.pull_two_shot": (0.32, 0.015, 0.0085, 0.0, 0.0, 0.0),
+    "custom_ar_v2.push": (0.31, 0.065, 0.029, 0.0, 0.33, 0.66),
+    "lamport_fp": (0.11, 0.022, 0.054, 0.012, 0.34, 0.62),
+    "one_shot.flag": (2.1, 0.0, 0.069, 0.05, 1.0, 0.49),
+    "one_shot.lamport": (0.15, 0.065, 0.041, 0.0013, 1.0, 0.45),
+    "one_shot.lamport16": (0.14, 0.058, 0.038, 0.0022, 1.0, 0.46),
+    "one_shot.ll": (0.096, 0.036, 0.048, 0.0045, 0.66, 0.32),
+    "one_shot.ll128": (0.11, 0.24, 0.057, 0.01, 1.1, 0.66),
+    "one_shot.ll16": (0.15, 0.058, 0.06, 0.0018, 1.2, 0.45),
+    "reduce_scatter.flag": (1.8, 0.023, 0.073, 0.039, 0.73, 1.4),
+    "reduce_scatter.lamport": (0.34, 0.044, 0.081, 0.0, 0.99, 0.65),
+    "reduce_scatter.lamport16": (0.37, 0.025, 0.077, 0.0, 0.85, 0.68),
+    "reduce_scatter.ll": (0.21, 0.021, 0.089, 0.00012, 0.85, 0.43),
+    "reduce_scatter.ll128": (0.39, 0.12, 0.073, 0.018, 1.8, 0.83),
+    "reduce_scatter.ll16": (0.39, 0.021, 0.094, 0.0, 0.89, 0.72),
+    "sentinel.all_gather": (0.33, 0.041, 0.033, 0.0, 0.31, 0.85),
+    "two_shot.flag": (2.1, 0.002, 0.078, 0.046, 0.58, 1.4),
+    "two_shot.lamport": (0.2, 0.073, 0.067, 0.0079, 0.85, 0.65),
+    "two_shot.lamport+ll128": (0.33, 0.022, 0.065, 0.063, 0.7, 1.3),
+    "two_shot.lamport16": (0.19, 0.064, 0.067, 0.0077, 0.83, 0.66),
+    "two_shot.lamport16+ll128": (0.35, 0.012, 0.071, 0.062, 0.68, 1.3),
+    "two_shot.lamport16+ll16": (0.37, 0.022, 0.057, 0.058, 0.5, 1.2),
+    "two_shot.ll": (0.14, 0.029, 0.08, 0.0048, 0.82, 0.45),
+    "two_shot.ll+ll128": (0.29, 0.0, 0.058, 0.051, 0.7, 1.5),
+    "two_shot.ll128": (0.22, 0.1, 0.087, 0.023, 1.3, 0.54),
+    "two_shot.ll16": (0.17, 0.05, 0.086, 0.0021, 0.71, 0.58),
 }

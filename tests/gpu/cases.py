@@ -150,7 +150,7 @@ def a_pooled_array_comes_first(comm: fcomm.Communicator) -> None:
 def memory_is_given_back(comm: fcomm.Communicator) -> None:
     from cupy.cuda import runtime
 
-    cycles = 100 if comm.world_size <= 4 else 40
+    cycles = 100 if comm.world_size == 2 else 30
 
     def cycle(k: int) -> None:
         with make(comm, max_bytes=1 << 20) as other:
@@ -453,7 +453,7 @@ def dependent(comm: fcomm.Communicator, launch: str) -> None:
             graph.replay(k)
         full = Captured(other, [(name, "bfloat16", 1 << 16) for name in names for _ in range(6)], 54)
         full.replay(0)
-        for _ in range(20):
+        for _ in range(10):
             full.graph.launch(full.stream)
         full.replay(1)
 
@@ -472,23 +472,20 @@ def dependent_launch_with_an_early_trigger_is_exact(comm: fcomm.Communicator) ->
 def a_hang_under_dependent_launch_is_named(comm: fcomm.Communicator) -> None:
     """A thread that gives up returns without coming to the block's trigger."""
     n = comm.world_size
-    for launch in ("late", "early"):
-        with make(comm, timeout_s=0.5, dependent_launch=launch) as victim:
-            if victim.dependent_launch != launch:
-                continue
-            graph = Captured(
-                victim, [("one_shot.lamport16", "float32", 4000), ("two_shot.ll", "float32", 4000)] * 4, 55
-            )
-            graph.replay(0)
-            if comm.rank != n - 1:
-                start = time.monotonic()
-                graph.graph.launch(graph.stream)
-                graph.stream.synchronize()
-                assert time.monotonic() - start < 5
-                with pytest.raises(HangError):
-                    victim.check()
-            victim.reset()
-            graph.replay(1)
+    with make(comm, timeout_s=0.5, dependent_launch="late") as victim:
+        if victim.dependent_launch != "late":
+            return
+        graph = Captured(victim, [("one_shot.lamport16", "float32", 4000), ("two_shot.ll", "float32", 4000)] * 4, 55)
+        graph.replay(0)
+        if comm.rank != n - 1:
+            start = time.monotonic()
+            graph.graph.launch(graph.stream)
+            graph.stream.synchronize()
+            assert time.monotonic() - start < 5
+            with pytest.raises(HangError):
+                victim.check()
+        victim.reset()
+        graph.replay(1)
 
 
 # ---- streams --------------------------------------------------------------------------------------------------------

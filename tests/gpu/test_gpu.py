@@ -30,7 +30,7 @@ if reason := why_not():
 RANKS = (2, 4, 8)
 TABLE_LIMIT_S = 150
 ATTEMPTS = 4
-ONCE = {"no_memory_left_is_one_sentence"} | {
+ONCE = {"no_memory_left_is_one_sentence", "a_hang_under_dependent_launch_is_named"} | {
     function.__name__
     for function in (
         ranks.models_that_do_not_fit_are_refused_on_all_ranks,
