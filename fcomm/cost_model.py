@@ -174,7 +174,7 @@ def _default_shape(name: str, nbytes: int, world_size: int, gpu: GpuShare | None
         most = MAX_THREADS if sharded or encoding is None else protocol.max_threads(world_size)
         shape = gpu_shape(cells, gpu.sms, most)
     if encoding is not None and encoding.max_chunks:
-        return encoding.chunks(size), shape.threads
+        return max(1, encoding.chunks(size)), shape.threads
     return shape.blocks, shape.threads
 
 

@@ -241,3 +241,12 @@ def test_the_seed_covers_every_protocol_of_every_machine() -> None:
         m.validate()
         assert m.seed
         assert all(m.covers(p.name) for p in protocols().values() if p.algorithm.forms is None)
+
+
+@pytest.mark.parametrize("n", [2, 3, 8])
+@pytest.mark.parametrize("name", list(protocols()))
+def test_the_smallest_messages_have_a_time(name: str, n: int) -> None:
+    """Also those of which ranks have no part."""
+    for nbytes in (1, 2, 4, 30):
+        total = sum(seed_model({"backend": "cpu"}).predict(protocols()[name], nbytes, n).values())
+        assert 0 < total < 1e6
