@@ -67,7 +67,8 @@ else
 	    $(IN_ENV) $(MPIRUN) -n $(NP) "$(RUN)" -m experiments.sweep --budget $(LAUNCH_BUDGET) $(SWEEP_ARGS) --into "$$run" || exit; \
 	    launch=$$((launch + 1)); \
 	done; \
-	: what is made of the whole run goes here, with "$$run"
+	$(IN_ENV) "$(RUN)" -m experiments.fit --draws 10 "$$run" || echo "no model was fitted to $$run, for the reason above"; \
+	$(IN_ENV) "$(RUN)" -m experiments.figures "$$run"
 endif
 
 figures: $(READY_RUN) need-python  ## the paper's figures and claims from the newest run (RUNS='results/a results/b' for others)

@@ -55,14 +55,21 @@ def place(facts: Mapping[str, Any]) -> str:
     return f"{facts.get('hostname', '?')}, {facts.get('backend', '?')} backend, {', '.join(devices) or 'no device'}"
 
 
+def _kind(facts: Mapping[str, Any]) -> tuple[str, str, tuple[str, ...]]:
+    """A machine but for the serial numbers of its GPUs."""
+    devices = tuple(sorted(str(d.get("device", "?")) for d in facts.get("devices") or []))
+    return str(facts.get("hostname", "?")), str(facts.get("backend", "?")), devices
+
+
 def one_machine(runs: Sequence[Run]) -> None:
     """Raises `RecordError` where launches were taken on different machines: their times go in no common figure.
 
-    Two runs may differ in ranks and kernels; launches of one run may not.
+    Two runs may differ in ranks, kernels and which GPU of one kind it was, since a figure is drawn from one run; launches
+    of one run may not.
     """
     taken = [(run.path, facts) for run in runs for facts in run.launches]
     for (path, facts), (_, before) in zip(taken[1:], taken, strict=False):
-        if place(before) != place(facts):
+        if _kind(before) != _kind(facts):
             raise RecordError(
                 f"{path} mixes machines, and times of different machines go in no common figure: {place(before)}; {place(facts)}"
             )
