@@ -562,7 +562,7 @@ def seed_model(machine: Mapping[str, Any]) -> Model:
     """Documented coefficients for a machine that has no model of its own; see `docs/cost-model.md`, "Seed".
 
     They are those that were fitted on one NVIDIA H200, so that choices are sensible from the first call on; where each rank has a
-    GPU of its own, a hop costs what published latencies over NVLink show.
+    GPU of its own, a hop over NVLink costs what it is estimated to, and the link has its nominal rate.
     """
     own = {name: dict(zip(OWN, prices, strict=True)) for name, prices in _SEED_OWN.items()}
     for name, p in protocols().items():  # what is new in the registry is taken for the dearest of its kind
