@@ -285,8 +285,8 @@ def drawn(
     rng = np.random.default_rng([seed, ranks, 11])
     names = {e.name for e in proto.encodings}
     fixed = proto.algorithm.grid is not None and proto.algorithm.grid.fixed
-    if len(names) > 1:
-        threads = 16
+    if "shard" in proto.algorithm.phases and proto.encodings:
+        threads = 32  # the cells of a part are dealt out by whole warps
     elif "ll128" in names:
         threads = int(rng.choice([8, 16]))
     else:

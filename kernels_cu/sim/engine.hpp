@@ -368,6 +368,19 @@ class Sim {
     if (!arrive(g)) return;
     // The last lane of the line does it for all: one event for what the link does not tear. The fibers' views are their own.
     const u32 owner = owner_of(g.at, 128, true), lanes = u32(__builtin_popcount(mask));
+    const u32 grain = setup_.grain[(g.at - kSlabBase(owner)) / 16];
+    if (grain < 16) {  // not even cells arrive whole
+      for (u32 byte = 0; byte < 16 * lanes; byte += grain) {
+        decision_point();
+        Location& l = location(owner, g.at - kSlabBase(owner) + byte);
+        Message m = message(l, g.lane[byte / 16]->released);
+        put(m, 0, grain, reinterpret_cast<u8*>(g.cells) + byte);
+        insert(l, m, g.lane[byte / 16], kRelaxed);
+      }
+      changed(owner);
+      open(g);
+      return;
+    }
     const u32 cells = std::max(1u, setup_.line_bytes / 16);
     for (u32 first = 0; first < lanes; first += cells) {
       decision_point();
@@ -504,7 +517,7 @@ class Sim {
     }
     f->waited = true;
     join(f->view, before->view, width());
-    f->released = snapshot(f->view);
+    f->released = before->view;  // which changes no more
     tick();
     note(kEWait, 0, 0, 0, 0, 0, 0, nullptr);
   }
@@ -678,7 +691,7 @@ class Sim {
       }
       u32 k;
       if (exhaustive_) {
-        k = decide(n);
+        k = in_plain_order(decide(n));
       } else if (mode_ == 0) {
         k = random_.below(n);
       } else {
@@ -702,6 +715,18 @@ class Sim {
       resume(fiber_of(runnable_[k]));
       return;
     }
+  }
+  // The k-th runnable of the plain order, in which a rank goes on as long as it can.
+  u32 in_plain_order(u32 k) const {
+    const u32 rank = self_ ? self_->grid->launch->rank : 0, n = u32(runnable_.size());
+    for (int same = 1; same >= 0; same--) {
+      for (u32 i = 0; i < n; i++) {
+        const u64 r = runnable_[i];
+        const bool mine = (is_stream(r) ? stream_of(r)->rank : fiber_of(r)->grid->launch->rank) == rank;
+        if (mine == (same == 1) && k-- == 0) return i;
+      }
+    }
+    return 0;
   }
   void switch_to(u32 k) {
     if (is_stream(runnable_[k])) {

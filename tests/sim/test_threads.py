@@ -15,7 +15,7 @@ from fcomm.protocols import protocol
 from fcomm.source import Specialisation, flatten
 from fcomm.verify.cases import DTYPE, Call, Case, Kernels, make_world
 from fcomm.verify.command import every
-from fcomm.verify.mutants import Edit, Mutant, patched_sources
+from fcomm.verify.mutants import Edit, Mutant, patch_sources
 
 pytestmark = pytest.mark.sim
 
@@ -116,8 +116,8 @@ def test_a_seeded_race_is_reported(folder: Path) -> None:
         "      // the tile's sums are in the output",
     )
     mutant = Mutant("race", "", "ours", "racing plain access", (), False, (edit,), case(name, 3), "nvlink", ())
-    with patched_sources(mutant) as root:
-        program = build(name, 3, folder, root)
-    done = run(program, name, 3, folder)
+    root = folder / "kernels_cu"
+    patch_sources(mutant, root)
+    done = run(build(name, 3, folder, root), name, 3, folder)
     assert "WARNING: ThreadSanitizer: data race" in done.stderr
     assert done.returncode == 66
