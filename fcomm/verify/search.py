@@ -191,6 +191,7 @@ def _smaller(case: Case) -> Iterator[Case]:
     if case.threads > least and case.threads // 2 >= max(least, 1):
         yield replace(case, threads=case.threads // 2)
     for other in (
+        replace(case, streams=1),
         replace(case, launch="none"),
         replace(case, devices=0),
         replace(case, step_blocks=1),

@@ -1175,7 +1175,7 @@ class Sim {
       note(kEOutput, at, bytes, memcmp(value, expected, bytes) != 0, 0, 0, 0, w);
     }
     if (l.alike) {  // every rank stores the same
-      auto& agreed = agreed_[l.call];
+      auto& agreed = agreed_[u64(l.stream) << 32 | l.call];
       agreed.resize(l.out_bytes, 0xffff);
       for (u32 i = 0; i < bytes; i++) {
         u16& a = agreed[at - l.out_at + i];
@@ -1477,7 +1477,7 @@ class Sim {
   std::vector<Block*> blocks_;
   std::vector<char*> stacks_, arena_chunks_;
   std::vector<int*> view_pool_;
-  std::map<u32, std::vector<u16>> agreed_;
+  std::map<u64, std::vector<u16>> agreed_;
   std::vector<Choice> choices_;
   size_t arena_at_ = 0, arena_used_ = 0, fibers_used_ = 0, blocks_used_ = 0, decision_ = 0;
   u32 streams_per_rank_ = 1, slots_ = 0, capacity_ = 0, stamp_ = 0, unfinished_ = 0;
