@@ -285,10 +285,10 @@ def _plant(image: NDArray[np.uint8], layout: SlabLayout, rank: int) -> None:
 
 
 def companion(proto: Protocol) -> Protocol:
-    """A protocol with another encoding, some of whose calls stand between those that are checked."""
+    """A protocol with other evidence, admitted on every link; some of its calls stand between those that are checked."""
     if proto.algorithm.moves_bytes:
-        return protocol("all_gather.flag" if proto.name == "all_gather.ll" else "all_gather.ll")
-    return protocol("one_shot.ll" if any(e.copies == 3 for e in proto.encodings) else "one_shot.lamport")
+        return protocol("barrier.all_gather" if proto.name == "all_gather.flag" else "all_gather.flag")
+    return protocol("one_shot.flag" if any(e.copies == 3 for e in proto.encodings) else "one_shot.lamport")
 
 
 def drawn(proto: Protocol, ranks: int, seed: int, calls: int | None = None, most_cells: int = 64) -> Case:
@@ -307,7 +307,7 @@ def drawn(proto: Protocol, ranks: int, seed: int, calls: int | None = None, most
     graph = number > 2 and rng.random() < 0.4
     nodes = max(1, int(rng.integers(1, number))) if graph else number
     blocks = [int(rng.integers(1, 4))] if fixed else [int(b) for b in rng.integers(1, 4, ranks)]
-    made = []
+    made: list[Call] = []
     for _ in range(nodes):
         one = companion(proto) if mixed and made and rng.random() < 0.4 else proto
         made.append(Call(one.name, _count(one, ranks, rng, most_cells), tuple(blocks)))
