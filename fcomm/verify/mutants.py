@@ -109,29 +109,33 @@ def _mutant(m: dict[str, Any], path: Path) -> Mutant:
     return mutant
 
 
-def patch_sources(mutant: Mutant, root: Path) -> None:
-    """Copies the kernel sources to `root` and applies the mutant's edits there."""
+def patch_sources(name: str, edits: Sequence[Edit], root: Path) -> None:
+    """Copies the kernel sources to `root` and applies the edits there; `ArgumentError` if one does not apply."""
     shutil.copytree(kernel_root(), root)
-    for edit in mutant.edits:
+    for edit in edits:
         file = root / edit.file
         if not file.is_file():
-            raise ArgumentError(f"the patch {mutant.name} does not apply: there is no kernel file {edit.file}")
+            raise ArgumentError(f"the patch {name} does not apply: there is no kernel file {edit.file}")
         text = file.read_text()
         if (times := text.count(edit.old)) != 1:
             found = "does not stand there" if times == 0 else f"stands there {times} times"
-            raise ArgumentError(f"the patch {mutant.name} does not apply to {edit.file}: {edit.old.strip()!r} {found}")
+            raise ArgumentError(f"the patch {name} does not apply to {edit.file}: {edit.old.strip()!r} {found}")
         file.write_text(text.replace(edit.old, edit.new))
 
 
-def kernels_of(mutant: Mutant) -> Kernels:
-    """The mutant's kernels, those of its case compiled. Its sources stay on disk as long as the object lives."""
-    if not mutant.edits:
-        return Kernels()
+def patched_kernels(name: str, edits: Sequence[Edit]) -> Kernels:
+    """Kernels of the patched sources, which stay on disk as long as the object lives."""
     folder = tempfile.mkdtemp(prefix="fcomm-mutant-")
     root = Path(folder) / "kernels_cu"
     kernels = Kernels(root)
     weakref.finalize(kernels, shutil.rmtree, folder, ignore_errors=True)
-    patch_sources(mutant, root)
+    patch_sources(name, edits, root)
+    return kernels
+
+
+def kernels_of(mutant: Mutant) -> Kernels:
+    """The mutant's kernels, those of its case compiled."""
+    kernels = patched_kernels(mutant.name, mutant.edits) if mutant.edits else Kernels()
     for proto in mutant.case.protocols:
         kernels.get(proto, mutant.case.ranks)
     return kernels

@@ -983,6 +983,27 @@ class Sim {
     }
   }
 
+  // A store of less than the location is no part of an untorn unit: a load that sees it, or what came later, may still see
+  // other such words as they were. Returns whether one is.
+  bool some_words_older(const Location& l, u32 first, u32 end, size_t oldest, u32* w, u64* parts) {
+    u32 before[4];
+    u64 parts_before[4];
+    bool any = false, composed = false, older = false;
+    u64 last = ~0ull;
+    for (u32 j = first; j < end; j++) {
+      const u64 part = parts[j];
+      if (part <= oldest || l.history[part].mask == (1u << l.words) - 1) continue;
+      if (part != last) older = exhaustive_ ? decide(2) != 0 : random_.chance(stale_);
+      last = part;
+      if (!older) continue;
+      if (!composed) compose(l, oldest, before, parts_before);
+      composed = any = true;
+      w[j] = before[j];
+      parts[j] = parts_before[j];
+    }
+    return any;
+  }
+
   void read(Location& l, u32 from, u32 bytes, u32 order, u8* out, Seen* seen) {
     Fiber* f = self_;
     const u32 id = id_of(l);
@@ -991,20 +1012,24 @@ class Sim {
     size_t oldest = newest;
     while (l.history[oldest].ts > view) oldest--;
     size_t k = newest;
-    if (oldest < newest && setup_.weak && std::find(f->newest.begin(), f->newest.end(), id) == f->newest.end()) {
+    const bool free =
+        oldest < newest && setup_.weak && std::find(f->newest.begin(), f->newest.end(), id) == f->newest.end();
+    if (free) {
       if (exhaustive_) {
         k = newest - decide(u32(newest - oldest + 1));
       } else if (random_.chance(stale_)) {
         k = oldest + random_.below(u32(newest - oldest));
       }
     }
-    if (k != newest) {
-      f->stale_read = true;
-      f->polled.push_back(id);
-    }
+    bool stale = k != newest;
     u32 w[4];
     u64 parts[4];
     compose(l, k, w, parts);
+    if (free && k > oldest) stale |= some_words_older(l, from / 4, (from + bytes + 3) / 4, oldest, w, parts);
+    if (stale) {
+      f->stale_read = true;
+      f->polled.push_back(id);
+    }
     memcpy(out, reinterpret_cast<u8*>(w) + from, bytes);
     f->view[slots_ + id] = std::max(f->view[slots_ + id], l.history[k].ts);
     for (u32 j = from / 4; j < (from + bytes + 3) / 4; j++) {
@@ -1033,7 +1058,11 @@ class Sim {
       } else {
         seen->old = 1;
       }
-      if (trace_) note(kELoad, l.at + 4 * j, bytes, order, m.rank, m.call, u32(newest - k), w + j);
+      if (trace_) {
+        u32 n = 1;
+        while (j + n < (from + bytes + 3) / 4 && parts[j + n] == parts[j]) n++;
+        note(kELoad, l.at + 4 * j, 4 * n, order, m.rank, m.call, u32(newest - k), w + j);
+      }
     }
   }
 

@@ -18,7 +18,7 @@ from fcomm.__main__ import run
 from fcomm.backends import sim
 from fcomm.errors import ArgumentError, SetupError
 from fcomm.protocols import ENCODINGS, protocol
-from fcomm.verify import mutants, page
+from fcomm.verify import Edit, check, mutants, page
 from fcomm.verify.cases import Call, Case, Kernels, make_world
 from fcomm.verify.command import every
 from fcomm.verify.search import BATCH, Counterexample, Tally, case_of, exhaust, search, shrink
@@ -255,6 +255,19 @@ def test_a_counterexample_shrinks_and_tells_its_story(shipped: Kernels) -> None:
     assert re.search(r"looks at flag 0 of rank \d's slot .* with acquire: sees rank \d's of call 0", text)
     assert "of its result, which is wrong" in text
     assert len(text.splitlines()) < 60
+
+
+def test_check_shows_what_is_wrong_with_a_first_version_and_passes_the_right_one() -> None:
+    """An encoding in the making: the epoch beside the payload, but in a store of its own."""
+    shipped = "st_relaxed_sys(slot, Cell{{v.w[0], v.w[1], v.w[2], e}});"
+    first = """for (int i = 0; i < 3; i++) st_relaxed_sys(&slot->w[i], v.w[i]);
+    st_relaxed_sys(&slot->w[3], e);"""
+    said = check("one_shot.ll16", [Edit("wire/ll16.cuh", shipped, first)])
+    assert "torn data accepted" in said
+    assert "case: 2 ranks; calls (elements on blocks): one_shot.ll16 1 on 1; 4 threads" in said
+    assert check("one_shot.ll16", schedules=60).startswith("no violation in 60 schedules")
+    with pytest.raises(ArgumentError, match=r"the patch your edit does not apply to wire/ll16\.cuh"):
+        check("one_shot.ll16", [Edit("wire/ll16.cuh", "nothing of the kind", "")])
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------
