@@ -10,7 +10,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from fcomm.backends import sim
-from fcomm.protocols import Protocol, protocols
+from fcomm.protocols import Protocol, protocol, protocols
 from fcomm.source import source_hash
 from fcomm.verify import mutants
 from fcomm.verify.cases import Kernels
@@ -67,8 +67,9 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return [f"| {' | '.join(head)} |", "|" + "---|" * len(head), *(f"| {' | '.join(r)} |" for r in rows)]
 
 
-def _link_row(p: Protocol, schedules: int, seed: int) -> tuple[list[str], list[str]]:
+def _link_row(name: str, schedules: int, seed: int) -> tuple[list[str], list[str]]:
     """A protocol's row of the first table, and what failed."""
+    p = protocol(name)
     kernels, row, failed = Kernels(), [f"`{p.name}`"], []
     lines = any(e.name == "ll128" for e in p.encodings)
     for link in sim.LINKS.values():
@@ -94,8 +95,9 @@ def _link_row(p: Protocol, schedules: int, seed: int) -> tuple[list[str], list[s
     return row, failed
 
 
-def _enumeration_row(p: Protocol) -> tuple[list[str], list[str]]:
+def _enumeration_row(name: str) -> tuple[list[str], list[str]]:
     """A protocol's row of the second table, and what failed."""
+    p = protocol(name)
     tally = Tally(p, 2, sim.LINKS["nvlink"])
     exhaust(tally, Kernels(), DEPARTURES, most_steps=ENUMERATED_STEPS)
     covered = f"all {tally.schedules:,}" if tally.complete else f"the first {tally.schedules:,}"
@@ -109,7 +111,7 @@ def _rows(
 ) -> Iterator[tuple[list[str], list[str]]]:
     """The function's answer for each protocol, in order, worked out on all cores."""
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-        for k, future in enumerate([pool.submit(function, p, *arguments) for p in protos]):
+        for k, future in enumerate([pool.submit(function, p.name, *arguments) for p in protos]):
             yield future.result()
             print(f"{function.__name__}: {k + 1} of {len(protos)}", file=sys.stderr, flush=True)
 
