@@ -293,8 +293,8 @@ def companion(proto: Protocol) -> Protocol:
 
 def drawn(proto: Protocol, ranks: int, seed: int, calls: int | None = None, most_cells: int = 64) -> Case:
     """The case of a batch of schedules: everything about it follows from the arguments."""
-    rng = np.random.default_rng([seed, ranks, 11])
-    mixed = rng.random() < 0.3
+    rng, more = np.random.default_rng([seed, ranks, 11]), np.random.default_rng([seed, ranks, 12])
+    mixed, streams = more.random() < 0.3, int(more.choice([1, 2], p=[0.85, 0.15]))
     names = {e.name for e in proto.encodings}
     fixed = proto.algorithm.grid is not None and proto.algorithm.grid.fixed
     if "shard" in proto.algorithm.phases and proto.encodings:
@@ -309,7 +309,7 @@ def drawn(proto: Protocol, ranks: int, seed: int, calls: int | None = None, most
     blocks = [int(rng.integers(1, 4))] if fixed else [int(b) for b in rng.integers(1, 4, ranks)]
     made: list[Call] = []
     for _ in range(nodes):
-        one = companion(proto) if mixed and made and rng.random() < 0.4 else proto
+        one = companion(proto) if mixed and made and more.random() < 0.4 else proto
         made.append(Call(one.name, _count(one, ranks, rng, most_cells), tuple(blocks)))
         if not fixed:
             blocks = [int(b) for b in rng.integers(1, 4, ranks)]
@@ -323,7 +323,7 @@ def drawn(proto: Protocol, ranks: int, seed: int, calls: int | None = None, most
         threads,
         -(-number // nodes),
         launch,
-        int(rng.choice([1, 2], p=[0.85, 0.15])),
+        streams,
         int(rng.choice([1, 3])),
         int(rng.choice([0, 1, 2], p=[0.5, 0.3, 0.2])),
         bool(rng.random() < 0.3) and not aligned_only,
