@@ -1,4 +1,4 @@
-"""What the communicator asks of a backend. One small interface; cpu, cuda and the simulator implement it."""
+"""What the communicator asks of a backend. One small interface; cpu and cuda implement it (the simulator has its own)."""
 
 from __future__ import annotations
 

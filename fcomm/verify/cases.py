@@ -60,6 +60,8 @@ class Case:
     replays: int = 1
     """How often the calls are made, as by a graph: with the same arguments each time."""
     launch: str = "none"
+    streams: int = 1
+    """Streams of each rank, with a channel and arrays for each, that all make these calls."""
     step_blocks: int = 1
     """Blocks of the steps' grids."""
     devices: int = 0
@@ -93,6 +95,7 @@ class Case:
             *([f"replayed {self.replays} times"] if self.replays > 1 else []),
             *([f"dependent launch {self.launch}"] if self.launch != "none" else []),
             *([f"{self.devices} shared devices"] if self.devices else []),
+            *([f"{self.streams} streams"] if self.streams > 1 else []),
             *(["in place"] if self.in_place else []),
             *([f"first epoch {self.first_epoch:#x}"] if self.first_epoch != FIRST_EPOCH else []),
             *sorted(self.faults),
@@ -154,18 +157,18 @@ def make_world(case: Case, link: sim.Link, kernels: Kernels, regions: Mapping[st
     n = case.ranks
     if n < 2:
         raise ArgumentError(f"{n} ranks: an exchange needs at least two")
-    layout = SlabLayout(n, case.max_bytes)
+    layout = SlabLayout(n, case.max_bytes, case.streams)
     protos = case.protocols
     images = []
     for rank in range(n):
         image = sim.first_image(layout)
-        words = image[: CONTROL_DTYPE.itemsize].view(CONTROL_DTYPE)
+        words = image[: case.streams * CONTROL_DTYPE.itemsize].view(CONTROL_DTYPE)
         words["epoch"] = case.first_epoch
         if "stale cells" in case.faults:
             _plant(image, layout, rank)
         images.append(image)
     extent = ALIGNMENT + round_up(max(c.count for c in case.calls) * 4 * n + 16, ALIGNMENT)
-    array_bytes = 2 * extent
+    array_bytes = 2 * extent * case.streams
     world = sim.World(
         n,
         link,
@@ -179,8 +182,9 @@ def make_world(case: Case, link: sim.Link, kernels: Kernels, regions: Mapping[st
     )
     made = [c for _ in range(case.replays) for c in case.calls]
     for rank in range(n):
-        _rank_program(case, world, layout, kernels, rank, made, extent, dict(regions or {}))
-    rooms = max(_rooms(case, p) for p in protos)
+        for stream in range(case.streams):
+            _program(case, world, layout, kernels, rank, stream, made, extent, dict(regions or {}))
+    rooms = max(_rooms(case, p) for p in protos) * case.streams
     world.capacity = [
         rooms
         * sum(max(case.step_blocks, *(c.blocks_of(r) for c in case.calls)) for r in range(n) if world.device_of[r] == d)
@@ -189,24 +193,25 @@ def make_world(case: Case, link: sim.Link, kernels: Kernels, regions: Mapping[st
     return world
 
 
-def _rank_program(
+def _program(
     case: Case,
     world: sim.World,
     layout: SlabLayout,
     kernels: Kernels,
     rank: int,
+    stream: int,
     made: list[Call],
     extent: int,
     regions: dict[str, str],
 ) -> None:
-    """Appends one rank's launches: step, call, step, call, ..., step."""
+    """Appends the launches of one of a rank's streams: step, call, step, call, ..., step."""
     n, dependent = case.ranks, case.launch != "none"
-    in_base = sim.array_base(rank) + case.shift
+    in_base = sim.array_base(rank) + 2 * stream * extent + case.shift
     nodes: list[NDArray[np.void]] = []
     before: sim.Launch | None = None
     for k, call in enumerate(made):
         proto = protocol(call.protocol)
-        xs = [_input(case, proto, k, r, call.count) for r in range(n)]
+        xs = [_input(case, proto, k + 1000 * stream, r, call.count) for r in range(n)]
         nbytes = xs[0].nbytes
         want = np.ascontiguousarray(checks.expected(proto, xs, rank)).reshape(-1).view(np.uint8)
         out_base = in_base
@@ -220,7 +225,7 @@ def _rank_program(
             out_at = in_base + rank * (nbytes // n)
         node = k % len(case.calls)
         if node == len(nodes):
-            p = layout.params(proto, rank, [sim.slab_base(r) for r in range(n)], 0, 0, 1.0)
+            p = layout.params(proto, rank, [sim.slab_base(r) for r in range(n)], 0, stream, 1.0)
             for name in regions:  # the fault: a region in another's place
                 for j, used in enumerate(proto.regions):
                     if used == name:
@@ -241,27 +246,28 @@ def _rank_program(
                 cells = -(-layout.scrub_bytes // 16)
                 p["scrub_cells"] = -(-cells // max(1, case.scrub_calls // 4 - 1))  # twice around each copy
             nodes.append(p)
-        world.launches.append(_step(case, rank, k, before, in_at, xs[rank].view(np.uint8)))
+        world.launches.append(_step(case, rank, stream, k, before, in_at, xs[rank].view(np.uint8)))
         if nbytes > 0 or "empty calls" in case.faults:
             world.launches.append(
                 sim.Launch(
                     rank, k, kernels.get(proto, n), nodes[node], call.blocks_of(rank), case.threads,
-                    dependent=dependent, trigger=LAUNCHES.index(case.launch), in_at=in_at, in_bytes=nbytes,
+                    stream=stream, dependent=dependent, trigger=LAUNCHES.index(case.launch), in_at=in_at, in_bytes=nbytes,
                     out_at=out_at, out_bytes=want.nbytes, expected=want, alike=proto.collective != "reduce_scatter",
                 )
             )  # fmt: skip
             before = world.launches[-1]
         world.kept += [want, xs, nodes]
-    world.launches.append(_step(case, rank, len(made), before, in_base, np.zeros(0, np.uint8)))
+    world.launches.append(_step(case, rank, stream, len(made), before, in_base, np.zeros(0, np.uint8)))
 
 
 def _step(
-    case: Case, rank: int, call: int, before: sim.Launch | None, fill_at: int, fill: NDArray[np.uint8]
+    case: Case, rank: int, stream: int, call: int, before: sim.Launch | None, fill_at: int, fill: NDArray[np.uint8]
 ) -> sim.Launch:
     waits = "no wait" not in case.faults
     step = sim.Launch(
-        rank, call, blocks=case.step_blocks, dependent=case.launch != "none", waits=waits, fill_at=fill_at, fill=fill
-    )
+        rank, call, blocks=case.step_blocks, stream=stream, dependent=case.launch != "none", waits=waits,
+        fill_at=fill_at, fill=fill,
+    )  # fmt: skip
     if before is not None:
         step = replace(step, out_at=before.out_at, out_bytes=before.out_bytes, expected=before.expected)
     return step
@@ -278,15 +284,21 @@ def _plant(image: NDArray[np.uint8], layout: SlabLayout, rank: int) -> None:
             words[:] = FIRST_EPOCH + copy
 
 
-def drawn(
-    proto: Protocol, ranks: int, seed: int, calls: int | None = None, most_cells: int = 64, mixed: bool = True
-) -> Case:
+def companion(proto: Protocol) -> Protocol:
+    """A protocol with other evidence, admitted on every link; some of its calls stand between those that are checked."""
+    if proto.algorithm.moves_bytes:
+        return protocol("barrier.all_gather" if proto.name == "all_gather.flag" else "all_gather.flag")
+    return protocol("one_shot.flag" if any(e.copies == 3 for e in proto.encodings) else "one_shot.lamport")
+
+
+def drawn(proto: Protocol, ranks: int, seed: int, calls: int | None = None, most_cells: int = 64) -> Case:
     """The case of a batch of schedules: everything about it follows from the arguments."""
-    rng = np.random.default_rng([seed, ranks, 11])
+    rng, more = np.random.default_rng([seed, ranks, 11]), np.random.default_rng([seed, ranks, 12])
+    mixed, streams = more.random() < 0.3, int(more.choice([1, 2], p=[0.85, 0.15]))
     names = {e.name for e in proto.encodings}
     fixed = proto.algorithm.grid is not None and proto.algorithm.grid.fixed
-    if len(names) > 1:
-        threads = 16
+    if "shard" in proto.algorithm.phases and proto.encodings:
+        threads = 32  # the cells of a part are dealt out by whole warps
     elif "ll128" in names:
         threads = int(rng.choice([8, 16]))
     else:
@@ -295,9 +307,10 @@ def drawn(
     graph = number > 2 and rng.random() < 0.4
     nodes = max(1, int(rng.integers(1, number))) if graph else number
     blocks = [int(rng.integers(1, 4))] if fixed else [int(b) for b in rng.integers(1, 4, ranks)]
-    made = []
+    made: list[Call] = []
     for _ in range(nodes):
-        made.append(Call(proto.name, _count(proto, ranks, rng, most_cells), tuple(blocks)))
+        one = companion(proto) if mixed and made and more.random() < 0.4 else proto
+        made.append(Call(one.name, _count(one, ranks, rng, most_cells), tuple(blocks)))
         if not fixed:
             blocks = [int(b) for b in rng.integers(1, 4, ranks)]
     launch = str(rng.choice(LAUNCHES, p=[0.4, 0.4, 0.2]))
@@ -310,6 +323,7 @@ def drawn(
         threads,
         -(-number // nodes),
         launch,
+        streams,
         int(rng.choice([1, 3])),
         int(rng.choice([0, 1, 2], p=[0.5, 0.3, 0.2])),
         bool(rng.random() < 0.3) and not aligned_only,

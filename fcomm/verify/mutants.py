@@ -6,8 +6,8 @@ import difflib
 import shutil
 import tempfile
 import tomllib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ MOST_LINES = 20
 LEAST_SOUND = 100
 SHIPPED = Path(__file__).with_name("mutants.toml")
 _CASE_FIELDS = (
-    "threads", "replays", "launch", "step_blocks", "devices", "in_place", "shift", "first_epoch", "scrub_calls", "lookalike", "max_bytes",
+    "threads", "replays", "launch", "streams", "step_blocks", "devices", "in_place", "shift", "first_epoch", "scrub_calls", "lookalike", "max_bytes",
 )  # fmt: skip
 _FIELDS = {"name", "fault", "met", "expected", "or", "ordering", "calls", "edit", "link", "ranks", "faults", "regions"}
 
@@ -109,35 +109,35 @@ def _mutant(m: dict[str, Any], path: Path) -> Mutant:
     return mutant
 
 
-@contextmanager
-def patched_sources(mutant: Mutant) -> Iterator[Path | None]:
-    """A folder with the kernel sources, the mutant's edits applied; None if it has none."""
-    if not mutant.edits:
-        yield None
-        return
-    with tempfile.TemporaryDirectory(prefix="fcomm-mutant-") as folder:
-        root = Path(folder) / "kernels_cu"
-        shutil.copytree(kernel_root(), root)
-        for edit in mutant.edits:
-            file = root / edit.file
-            if not file.is_file():
-                raise ArgumentError(f"the patch {mutant.name} does not apply: there is no kernel file {edit.file}")
-            text = file.read_text()
-            if (times := text.count(edit.old)) != 1:
-                found = "does not stand there" if times == 0 else f"stands there {times} times"
-                raise ArgumentError(
-                    f"the patch {mutant.name} does not apply to {edit.file}: {edit.old.strip()!r} {found}"
-                )
-            file.write_text(text.replace(edit.old, edit.new))
-        yield root
+def patch_sources(name: str, edits: Sequence[Edit], root: Path) -> None:
+    """Copies the kernel sources to `root` and applies the edits there; `ArgumentError` if one does not apply."""
+    shutil.copytree(kernel_root(), root)
+    for edit in edits:
+        file = root / edit.file
+        if not file.is_file():
+            raise ArgumentError(f"the patch {name} does not apply: there is no kernel file {edit.file}")
+        text = file.read_text()
+        if (times := text.count(edit.old)) != 1:
+            found = "does not stand there" if times == 0 else f"stands there {times} times"
+            raise ArgumentError(f"the patch {name} does not apply to {edit.file}: {edit.old.strip()!r} {found}")
+        file.write_text(text.replace(edit.old, edit.new))
+
+
+def patched_kernels(name: str, edits: Sequence[Edit]) -> Kernels:
+    """Kernels of the patched sources, which stay on disk as long as the object lives."""
+    folder = tempfile.mkdtemp(prefix="fcomm-mutant-")
+    root = Path(folder) / "kernels_cu"
+    kernels = Kernels(root)
+    weakref.finalize(kernels, shutil.rmtree, folder, ignore_errors=True)
+    patch_sources(name, edits, root)
+    return kernels
 
 
 def kernels_of(mutant: Mutant) -> Kernels:
-    """The mutant's kernels, compiled."""
-    with patched_sources(mutant) as root:
-        kernels = Kernels(root)
-        for proto in mutant.case.protocols:
-            kernels.get(proto, mutant.case.ranks)
+    """The mutant's kernels, those of its case compiled."""
+    kernels = patched_kernels(mutant.name, mutant.edits) if mutant.edits else Kernels()
+    for proto in mutant.case.protocols:
+        kernels.get(proto, mutant.case.ranks)
     return kernels
 
 

@@ -97,14 +97,15 @@ def exhaustive_case(proto: Protocol) -> Case:
     names = {e.name for e in proto.encodings}
     group = proto.encodings[0] if proto.encodings else None
     nbytes = EXHAUSTIVE_CELLS * (16 if group is None else group.group_payload)
-    if len(names) > 1:
-        threads, nbytes = 16, 240
+    sharded = "shard" in proto.algorithm.phases and bool(proto.encodings)
+    if sharded:
+        threads = 32
     elif "ll128" in names:
         threads = 8
     else:
         threads = 2 if "flag" in names or not proto.encodings else 1
-    if "shard" in proto.algorithm.phases and len(names) == 1:
-        nbytes *= 2 if nbytes % 16 == 0 else 1  # a unit or two of each part
+    if sharded:
+        nbytes *= 2  # that many units of each part
     count = nbytes if proto.algorithm.moves_bytes else nbytes // 4
     if proto.collective == "reduce_scatter":
         count = count // 2 * 2
@@ -117,17 +118,17 @@ def exhaust(
     departures: int = EXHAUSTIVE_DEPARTURES,
     end: float | None = None,
     tick: Callable[[Tally], None] = lambda _: None,
-    most: int | None = None,
+    most_steps: int | None = None,
 ) -> None:
     """All schedules of `exhaustive_case` with up to so many departures: a preemption, an older message read, a store that
-    lands in front of a newer one. most : schedules after which it stops.
+    lands in front of a newer one. most_steps : steps after which it stops.
     """
     case = exhaustive_case(tally.protocol)
     tally.cases = 1
     with sim.Simulator(make_world(case, tally.link, kernels)) as s:
         fresh, more = True, True
         while more and tally.found is None:
-            if (end is not None and time.monotonic() > end) or (most is not None and tally.schedules >= most):
+            if (end is not None and time.monotonic() > end) or (most_steps and tally.steps >= most_steps):
                 tally.complete = False
                 return
             outcome = s.exhaust(departures, 2000, fresh)
@@ -190,6 +191,7 @@ def _smaller(case: Case) -> Iterator[Case]:
     if case.threads > least and case.threads // 2 >= max(least, 1):
         yield replace(case, threads=case.threads // 2)
     for other in (
+        replace(case, streams=1),
         replace(case, launch="none"),
         replace(case, devices=0),
         replace(case, step_blocks=1),
@@ -202,8 +204,9 @@ def _smaller(case: Case) -> Iterator[Case]:
 
 
 def _least_threads(proto: Protocol) -> int:
-    names = {e.name for e in proto.encodings}
-    return 16 if len(names) > 1 else 8 if "ll128" in names else 4
+    if "shard" in proto.algorithm.phases and proto.encodings:
+        return 32
+    return 8 if any(e.name == "ll128" for e in proto.encodings) else 4
 
 
 def _fitting(call: Call, ranks: int, count: int) -> int:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fcomm.backends import sim
-from fcomm.layout import Region, SlabLayout
+from fcomm.layout import CONTROL_BYTES, Region, SlabLayout
 from fcomm.protocols import CELL_BYTES, ENCODINGS
 from fcomm.verify.search import Counterexample
 
@@ -42,7 +42,8 @@ class Places:
     def _region(self, at: int) -> tuple[Region, int] | None:
         """The region, and the byte in it."""
         offset = at - sim.slab_base(self.owner(at))
-        for region in self._layout.regions().values():
+        every = (r for c in range(self._layout.channels) for r in self._layout.regions(c).values())
+        for region in every:
             for copy in range(region.copies):
                 start = region.offset + copy * region.copy_stride
                 slots = 1 if region.name.endswith("_state") or region.name == "staging" else self._layout.world_size
@@ -64,8 +65,8 @@ class Places:
         if self.is_array(at):
             return f"byte {at - sim.array_base(owner)} of rank {owner}'s arrays"
         offset = at - sim.slab_base(owner)
-        if offset < 128:
-            word = offset // 4
+        if offset < self._layout.channels * CONTROL_BYTES:
+            word = offset % CONTROL_BYTES // 4
             return f"rank {owner}'s {_CONTROL_WORDS[word] if word < len(_CONTROL_WORDS) else f'control word {word}'}"
         found = self._region(at)
         if found is None:
@@ -180,7 +181,7 @@ def _without_repeats(events: NDArray[np.void], chosen: NDArray[np.intp]) -> list
 def headline(found: Counterexample) -> str:
     """What was violated, in one sentence."""
     o = found.outcome
-    places = Places(SlabLayout(found.case.ranks, found.case.max_bytes))
+    places = Places(SlabLayout(found.case.ranks, found.case.max_bytes, found.case.streams))
     if o.kind == "deadlock":
         return f"deadlock: nobody can go on; rank {o.rank} is in call {o.call}, with {o.more} of {o.block} blocks in"
     who = f"rank {o.rank}, block {o.block}, thread {o.thread}, in call {o.call}"
@@ -197,7 +198,7 @@ def headline(found: Counterexample) -> str:
 
 def story(found: Counterexample, full: bool = False) -> Iterator[str]:
     """The counterexample, line by line; `full`: every event."""
-    places = Places(SlabLayout(found.case.ranks, found.case.max_bytes))
+    places = Places(SlabLayout(found.case.ranks, found.case.max_bytes, found.case.streams))
     yield headline(found)
     yield f"case: {found.case.describe()}"
     chosen = range(len(found.events)) if full else _relevant(found, places)

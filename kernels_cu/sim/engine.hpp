@@ -368,6 +368,19 @@ class Sim {
     if (!arrive(g)) return;
     // The last lane of the line does it for all: one event for what the link does not tear. The fibers' views are their own.
     const u32 owner = owner_of(g.at, 128, true), lanes = u32(__builtin_popcount(mask));
+    const u32 grain = setup_.grain[(g.at - kSlabBase(owner)) / 16];
+    if (grain < 16) {  // not even cells arrive whole
+      for (u32 byte = 0; byte < 16 * lanes; byte += grain) {
+        decision_point();
+        Location& l = location(owner, g.at - kSlabBase(owner) + byte);
+        Message m = message(l, g.lane[byte / 16]->released);
+        put(m, 0, grain, reinterpret_cast<u8*>(g.cells) + byte);
+        insert(l, m, g.lane[byte / 16], kRelaxed);
+      }
+      changed(owner);
+      open(g);
+      return;
+    }
     const u32 cells = std::max(1u, setup_.line_bytes / 16);
     for (u32 first = 0; first < lanes; first += cells) {
       decision_point();
@@ -504,7 +517,7 @@ class Sim {
     }
     f->waited = true;
     join(f->view, before->view, width());
-    f->released = snapshot(f->view);
+    f->released = before->view;  // which changes no more
     tick();
     note(kEWait, 0, 0, 0, 0, 0, 0, nullptr);
   }
@@ -678,7 +691,7 @@ class Sim {
       }
       u32 k;
       if (exhaustive_) {
-        k = decide(n);
+        k = in_plain_order(decide(n));
       } else if (mode_ == 0) {
         k = random_.below(n);
       } else {
@@ -702,6 +715,18 @@ class Sim {
       resume(fiber_of(runnable_[k]));
       return;
     }
+  }
+  // The k-th runnable of the plain order, in which a rank goes on as long as it can.
+  u32 in_plain_order(u32 k) const {
+    const u32 rank = self_ ? self_->grid->launch->rank : 0, n = u32(runnable_.size());
+    for (int same = 1; same >= 0; same--) {
+      for (u32 i = 0; i < n; i++) {
+        const u64 r = runnable_[i];
+        const bool mine = (is_stream(r) ? stream_of(r)->rank : fiber_of(r)->grid->launch->rank) == rank;
+        if (mine == (same == 1) && k-- == 0) return i;
+      }
+    }
+    return 0;
   }
   void switch_to(u32 k) {
     if (is_stream(runnable_[k])) {
@@ -958,6 +983,27 @@ class Sim {
     }
   }
 
+  // A store of less than the location is no part of an untorn unit: a load that sees it, or what came later, may still see
+  // other such words as they were. Returns whether one is.
+  bool some_words_older(const Location& l, u32 first, u32 end, size_t oldest, u32* w, u64* parts) {
+    u32 before[4];
+    u64 parts_before[4];
+    bool any = false, composed = false, older = false;
+    u64 last = ~0ull;
+    for (u32 j = first; j < end; j++) {
+      const u64 part = parts[j];
+      if (part <= oldest || l.history[part].mask == (1u << l.words) - 1) continue;
+      if (part != last) older = exhaustive_ ? decide(2) != 0 : random_.chance(stale_);
+      last = part;
+      if (!older) continue;
+      if (!composed) compose(l, oldest, before, parts_before);
+      composed = any = true;
+      w[j] = before[j];
+      parts[j] = parts_before[j];
+    }
+    return any;
+  }
+
   void read(Location& l, u32 from, u32 bytes, u32 order, u8* out, Seen* seen) {
     Fiber* f = self_;
     const u32 id = id_of(l);
@@ -966,20 +1012,24 @@ class Sim {
     size_t oldest = newest;
     while (l.history[oldest].ts > view) oldest--;
     size_t k = newest;
-    if (oldest < newest && setup_.weak && std::find(f->newest.begin(), f->newest.end(), id) == f->newest.end()) {
+    const bool free =
+        oldest < newest && setup_.weak && std::find(f->newest.begin(), f->newest.end(), id) == f->newest.end();
+    if (free) {
       if (exhaustive_) {
         k = newest - decide(u32(newest - oldest + 1));
       } else if (random_.chance(stale_)) {
         k = oldest + random_.below(u32(newest - oldest));
       }
     }
-    if (k != newest) {
-      f->stale_read = true;
-      f->polled.push_back(id);
-    }
+    bool stale = k != newest;
     u32 w[4];
     u64 parts[4];
     compose(l, k, w, parts);
+    if (free && k > oldest) stale |= some_words_older(l, from / 4, (from + bytes + 3) / 4, oldest, w, parts);
+    if (stale) {
+      f->stale_read = true;
+      f->polled.push_back(id);
+    }
     memcpy(out, reinterpret_cast<u8*>(w) + from, bytes);
     f->view[slots_ + id] = std::max(f->view[slots_ + id], l.history[k].ts);
     for (u32 j = from / 4; j < (from + bytes + 3) / 4; j++) {
@@ -1008,7 +1058,11 @@ class Sim {
       } else {
         seen->old = 1;
       }
-      if (trace_) note(kELoad, l.at + 4 * j, bytes, order, m.rank, m.call, u32(newest - k), w + j);
+      if (trace_) {
+        u32 n = 1;
+        while (j + n < (from + bytes + 3) / 4 && parts[j + n] == parts[j]) n++;
+        note(kELoad, l.at + 4 * j, 4 * n, order, m.rank, m.call, u32(newest - k), w + j);
+      }
     }
   }
 
@@ -1150,7 +1204,7 @@ class Sim {
       note(kEOutput, at, bytes, memcmp(value, expected, bytes) != 0, 0, 0, 0, w);
     }
     if (l.alike) {  // every rank stores the same
-      auto& agreed = agreed_[l.call];
+      auto& agreed = agreed_[u64(l.stream) << 32 | l.call];
       agreed.resize(l.out_bytes, 0xffff);
       for (u32 i = 0; i < bytes; i++) {
         u16& a = agreed[at - l.out_at + i];
@@ -1452,7 +1506,7 @@ class Sim {
   std::vector<Block*> blocks_;
   std::vector<char*> stacks_, arena_chunks_;
   std::vector<int*> view_pool_;
-  std::map<u32, std::vector<u16>> agreed_;
+  std::map<u64, std::vector<u16>> agreed_;
   std::vector<Choice> choices_;
   size_t arena_at_ = 0, arena_used_ = 0, fibers_used_ = 0, blocks_used_ = 0, decision_ = 0;
   u32 streams_per_rank_ = 1, slots_ = 0, capacity_ = 0, stamp_ = 0, unfinished_ = 0;

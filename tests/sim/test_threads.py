@@ -15,7 +15,7 @@ from fcomm.protocols import protocol
 from fcomm.source import Specialisation, flatten
 from fcomm.verify.cases import DTYPE, Call, Case, Kernels, make_world
 from fcomm.verify.command import every
-from fcomm.verify.mutants import Edit, Mutant, patched_sources
+from fcomm.verify.mutants import Edit, patch_sources
 
 pytestmark = pytest.mark.sim
 
@@ -115,9 +115,8 @@ def test_a_seeded_race_is_reported(folder: Path) -> None:
         "      block_barrier();  // the tile's sums are in the output",
         "      // the tile's sums are in the output",
     )
-    mutant = Mutant("race", "", "ours", "racing plain access", (), False, (edit,), case(name, 3), "nvlink", ())
-    with patched_sources(mutant) as root:
-        program = build(name, 3, folder, root)
-    done = run(program, name, 3, folder)
+    root = folder / "kernels_cu"
+    patch_sources("race", [edit], root)
+    done = run(build(name, 3, folder, root), name, 3, folder)
     assert "WARNING: ThreadSanitizer: data race" in done.stderr
     assert done.returncode == 66
