@@ -635,6 +635,7 @@ def compile_ahead(mpi: MPI.Intracomm) -> None:
             Specialisation(p, t, mpi.size, aligned)
             for p in fcomm.protocols().values()
             for t in p.dtypes
+            if p.algorithm.moves_bytes or t.name in ranks.DTYPES
             for aligned in ((True,) if p.baseline and not p.algorithm.moves_bytes else (True, False))
         ]
         for spec in specs[mpi.rank :: mpi.size]:
@@ -644,6 +645,7 @@ def compile_ahead(mpi: MPI.Intracomm) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="cases of this file or of tests/ranks.py; all without any")
+    parser.add_argument("--dtypes", nargs="*", default=list(ranks.DTYPES), help="element types of the table")
     parser.add_argument("--scenario", choices=SCENARIOS)
     parser.add_argument("--backend", default="cuda")
     parser.add_argument("--blind", action="store_true", help="the last rank sees no GPU")
@@ -655,7 +657,7 @@ def main() -> int:
         faulthandler.dump_traceback_later(CASE_LIMIT_S, exit=True)
         SCENARIOS[options.scenario](mpi, options.backend)
         return 0
-    ranks.MANY_CALLS = 300
+    ranks.MANY_CALLS, ranks.DTYPES = 300, tuple(options.dtypes)
     table = {**CASES, **ranks.CASES}
     if len(options.names) != 1:
         compile_ahead(mpi)

@@ -29,6 +29,8 @@ if reason := why_not():
 
 RANKS = (2, 4, 8)
 TABLE_LIMIT_S = 150
+SOME_DTYPES = ["float32", "bfloat16"]
+"""Among more than two ranks; all among two. Each kernel of each type has to be compiled."""
 ATTEMPTS = 4
 ONCE = {"no_memory_left_is_one_sentence", "a_hang_under_dependent_launch_is_named"} | {
     function.__name__
@@ -79,6 +81,7 @@ def table(n: int, env: dict[str, str]) -> Table:
 def run_table(n: int, env: dict[str, str]) -> Table:
     result = Table()
     left = wanted(n)
+    dtypes = [] if n == 2 else ["--dtypes", *SOME_DTYPES]
     end = time.monotonic() + TABLE_LIMIT_S
     for _ in range(ATTEMPTS):
         if not left:
@@ -86,7 +89,7 @@ def run_table(n: int, env: dict[str, str]) -> Table:
         limit = end - time.monotonic()
         if limit < 10:
             break
-        done = launch.mpirun(n, ["-m", "tests.gpu.cases", *left], timeout=limit, env=env)
+        done = launch.mpirun(n, ["-m", "tests.gpu.cases", *left, *dtypes], timeout=limit, env=env)
         for line in done.stdout.splitlines():
             word, _, rest = line.partition(" ")
             if word in ("PASS", "FAIL"):
