@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from fcomm import __version__
-from fcomm.cli import Parser, launcher_rank
+from fcomm.cli import Parser, launcher_rank, reader_is_gone
 from fcomm.dtypes import BYTES, reducible
 from fcomm.errors import ArgumentError, FcommError, ModelError, NotAdmittedError, SetupError
 from fcomm.protocols import CELL_BYTES, protocol, protocols
@@ -288,7 +288,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader has seen enough: python -m fcomm explain | head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        reader_is_gone()
         return 0
     except FcommError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from mpi4py import MPI
 
+from fcomm.cli import reader_is_gone
 from fcomm.errors import ArgumentError, DisagreementError, FcommError, NotAdmittedError, SetupError
 
 T = TypeVar("T")
@@ -99,7 +100,12 @@ def run(main: Callable[[Sequence[str] | None], int], argv: Sequence[str] | None 
     next collective step.
     """
     try:
-        return main(argv)
+        code = main(argv)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        reader_is_gone()
+        code = 0
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
         code = 130

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from typing import NoReturn
 
 from fcomm.errors import ArgumentError
@@ -27,3 +28,8 @@ def launcher_rank() -> int:
         if value.isdigit():
             return int(value)
     return 0
+
+
+def reader_is_gone() -> None:
+    """After a `BrokenPipeError` (``python -m ... | head``): nothing more is written, not even when the process ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ from mpi4py import MPI
 import fcomm
 from fcomm import bootstrap, errors
 from fcomm.errors import ArgumentError, DisagreementError, FcommError, HangError, NotAdmittedError, SetupError
+from tests import launch
 
 CLASSES = [c for _, c in inspect.getmembers(errors, inspect.isclass)]
 
@@ -103,3 +106,12 @@ def test_one_rank_is_a_copy_without_a_launcher() -> None:
         assert y.tolist() == x.tolist()
         with pytest.raises(ArgumentError, match="float64"):
             comm.all_reduce(np.ones(3))
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    command = f"{sys.executable} -m experiments.table {launch.ROOT / 'experiments/data/h200-shared/all_reduce'}"
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", f"{command} | true"],
+        capture_output=True, text=True, timeout=120, check=False, cwd=launch.ROOT, env=launch.environment(),
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
