@@ -136,7 +136,7 @@ def regret(outcome: Outcome, judged: Judged) -> Figure:
                     label=name if y == 0 else None,
                 )  # fmt: skip
         axis.set_xscale("symlog", linthresh=1.0)
-        axis.set_xlim(-0.1, 150)
+        axis.set_xlim(-0.1, 220)
         axis.set_xticks([0, 1, 5, 15, 50, 100], ["0", "1", "5", "15", "50", "100"])
         axis.minorticks_off()
         axis.set_xlabel("regret (%)")

@@ -98,12 +98,14 @@ class Plan:
             raise ArgumentError(
                 f"a launch shape is blocks >= 1 and threads a multiple of {WARP} up to {most}, not {wanted}"
             )
-        # A grid that is let in at the entry of the one before it needs room of its own.
-        resident = self.kernel.max_blocks(wanted.threads) // (2 if comm.dependent_launch == "early" else 1)
+        # Each channel may have a grid running, and one that is let in at the entry of the one before it needs room of its own.
+        launch, late_is_early = comm.dependent_launch, proto.algorithm.two_grids_if_late
+        grids = 2 if launch == "early" or (launch == "late" and late_is_early) else 1
+        resident = self.kernel.max_blocks(wanted.threads) // (grids * comm.layout.channels)
         if resident < 1:
             raise ArgumentError(
-                f"{proto.name} cannot have two grids of {wanted.threads} threads a block on this rank's SMs, which "
-                "dependent launch with the early trigger needs: use fewer threads, or dependent_launch='late'"
+                f"{proto.name} with {wanted.threads} threads a block has no room for the {grids * comm.layout.channels} grids that "
+                f"{comm.layout.channels} channel(s) with dependent launch {launch!r} may have on this rank's SMs: use fewer threads"
             )
         self.shape = LaunchShape(min(wanted.blocks, resident), wanted.threads)
         if proto.algorithm.grid is not None and proto.algorithm.grid.fixed:
@@ -556,14 +558,25 @@ class Communicator:
             raise ClosedError("the communicator is closed")
 
     def close(self) -> None:
-        """Collective and idempotent: frees the slabs, after all ranks came here."""
+        """Collective and idempotent: frees the slabs, after all ranks came here.
+
+        Raises `HangError`, when all is freed, for an expired wait of this rank that nothing has told of before.
+        """
         if self._closed:
             return
         self._closed = True
         self.backend.synchronize()
+        untold: HangError | None = None
+        try:
+            if self._failed is None:
+                self.check()
+        except HangError as error:
+            untold = error
         self.backend.close()
         self._plans.clear()
         self.mpi.Free()
+        if untold is not None:
+            raise untold
 
     def __enter__(self) -> Communicator:
         return self

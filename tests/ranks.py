@@ -619,6 +619,15 @@ def _hang(comm: fcomm.Communicator, p: Protocol, dtype: str, late: int) -> None:
 
 
 @case
+def close_tells_of_a_hang_that_nothing_has_told_of(comm: fcomm.Communicator) -> None:
+    other = make(comm)
+    other._errors["valid"][0] = 1  # what a wait that expired in the last call leaves
+    with refused("gave up waiting"):
+        other.close()
+    other.close()
+
+
+@case
 def close_is_idempotent(comm: fcomm.Communicator) -> None:
     other = make(comm)
     other.close()

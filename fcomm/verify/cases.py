@@ -28,8 +28,6 @@ MAX_BYTES = 4096
 DTYPE = "float32"
 NEVER_NS = np.uint64(1 << 62)
 ALIGNMENT = 256
-TWO_GRIDS_IF_LATE = ("lamport_fp",)
-"""Baselines in which a thread that has nothing to wait for lets the next grid in, while others of its block still poll."""
 FAULTS = ("no wait", "empty calls", "short room", "shared region", "stale cells")
 """What a host can do wrong: a step that never waits; launching calls of no bytes; room for too few grids on a device; two
 encodings in one region; evidence of the last period of the epoch in the slots."""
@@ -146,7 +144,7 @@ def _rooms(case: Case, proto: Protocol) -> int:
     """Grids of a rank that its device has room for."""
     if "short room" in case.faults or case.launch == "none":
         return 1
-    return 2 if case.launch == "early" or proto.name in TWO_GRIDS_IF_LATE else 1
+    return 2 if case.launch == "early" or proto.algorithm.two_grids_if_late else 1
 
 
 def make_world(case: Case, link: sim.Link, kernels: Kernels, regions: Mapping[str, str] | None = None) -> sim.World:
