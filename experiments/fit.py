@@ -26,7 +26,7 @@ from fcomm import bootstrap as ranks
 from fcomm import records
 from fcomm.cli import Parser
 from fcomm.cost_model import LAUNCH, OWN, SHARED, Model, model_path
-from fcomm.errors import ArgumentError
+from fcomm.errors import ArgumentError, RecordError
 from fcomm.sizes import format_size
 
 TARGETS = {
@@ -255,10 +255,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     if args.draws < 1:
         raise ArgumentError(f"--draws {args.draws} is not a positive number")
+    if len({path.resolve() for path in args.runs}) < len(args.runs):
+        raise ArgumentError("a run is named twice: its launches would count twice")
     runs = [records.load(path) for path in args.runs]
     outcome = fit_runs(runs, args.mode, args.draws, not args.quick, progress)
     folder = args.out or args.runs[0]
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RecordError(f"cannot make {folder} ({error.strerror}): name another folder with --out") from None
     text = report(outcome)
     print(text)
     outcome.model.save(folder / "model.json")

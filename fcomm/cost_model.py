@@ -453,7 +453,7 @@ class Model:
         """Reads `to_json`'s text; `ModelError` where it is truncated, edited, of another schema or holds impossible values."""
         try:
             body = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise ModelError(f"{name} is not a cost model: it is truncated, or not JSON") from None
         if not isinstance(body, dict) or "schema" not in body:
             raise ModelError(f"{name} is not a cost model: it has no schema version")

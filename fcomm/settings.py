@@ -30,6 +30,9 @@ SETTINGS = (
 )  # fmt: skip
 
 
+_YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+
+
 def _get(name: str) -> str | None:
     assert any(s.name == name for s in SETTINGS), name
     value = os.environ.get(name, "").strip()
@@ -37,7 +40,10 @@ def _get(name: str) -> str | None:
 
 
 def _is_set(name: str) -> bool:
-    return (_get(name) or "0").lower() not in ("0", "false", "no", "off")
+    value = (_get(name) or "0").lower()
+    if value not in _YES + _NO:
+        raise ArgumentError(f"{name}={value} is neither yes nor no: use 1 or 0")
+    return value in _YES
 
 
 def backend() -> str:

@@ -21,6 +21,10 @@ SCHEDULES = 500
 MUTANT_SCHEDULES = 3000
 
 
+MOST_RANKS = 16
+"""Up to here worlds were tried; among 40 and more, the simulated machine itself goes wrong."""
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     parser.add_argument("--protocol", default="all", help="names such as one_shot.ll,two_shot.flag (default all)")
@@ -67,6 +71,12 @@ def main(options: argparse.Namespace, ranks: list[int], names: list[str]) -> int
     """Runs the command; returns the exit code: 1 if something was violated, or a mutant was not caught."""
     if options.schedules < 1:
         raise ArgumentError(f"--schedules {options.schedules}: at least one")
+    if options.seconds is not None and not 0 < options.seconds < 1e9:
+        raise ArgumentError(f"--seconds {options.seconds:g}: a time above zero")
+    if max(ranks) > MOST_RANKS:
+        raise ArgumentError(f"--ranks {max(ranks)}: the simulator is for up to {MOST_RANKS} ranks")
+    if options.mutant and options.mutants is None:
+        raise ArgumentError(f"--mutant {options.mutant} chooses among those of --mutants: give both")
     if options.calls is not None and options.calls < 1:
         raise ArgumentError(f"--calls {options.calls}: at least one")
     if options.seed < 0:

@@ -250,3 +250,8 @@ def test_the_smallest_messages_have_a_time(name: str, n: int) -> None:
     for nbytes in (1, 2, 4, 30):
         total = sum(seed_model({"backend": "cpu"}).predict(protocols()[name], nbytes, n).values())
         assert 0 < total < 1e6
+
+
+def test_a_file_of_brackets_is_no_model() -> None:
+    with pytest.raises(ModelError, match="truncated, or not JSON"):
+        Model.from_json("[" * 100_000)

@@ -158,3 +158,14 @@ def test_a_dtype_that_cannot_be_summed_is_one_sentence(name: str) -> None:
     assert BYTES.name not in REDUCIBLE
     with pytest.raises(ArgumentError, match=r"cannot be reduced; use one of float32, float16, bfloat16, int32$"):
         reducible(name)
+
+
+@pytest.mark.parametrize("name", ["FCOMM_PLAIN", "FCOMM_CHECKED"])
+def test_a_switch_is_on_off_or_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask = {"FCOMM_PLAIN": settings.plain, "FCOMM_CHECKED": settings.checked}[name]
+    for value, on in (("1", True), ("yes", True), ("0", False), ("off", False), ("", False)):
+        monkeypatch.setenv(name, value)
+        assert ask() is on
+    monkeypatch.setenv(name, "nonsense")
+    with pytest.raises(ArgumentError, match=f"{name}=nonsense is neither yes nor no"):
+        ask()
