@@ -135,7 +135,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--launch",
         metavar="LIST",
-        help="launch features: none; late, early: dependent launch, its trigger at the end of a block or at its entry "
+        help="launch features: none; late, early: dependent launch, each thread's trigger at its end or at its entry "
         "(none,late on GPUs, none elsewhere)",
     )
     p.add_argument(

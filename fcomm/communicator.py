@@ -98,9 +98,11 @@ class Plan:
             raise ArgumentError(
                 f"a launch shape is blocks >= 1 and threads a multiple of {WARP} up to {most}, not {wanted}"
             )
-        # Each channel may have a grid running, and one that is let in at the entry of the one before it needs room of its own.
-        launch, late_is_early = comm.dependent_launch, proto.algorithm.two_grids_if_late
-        grids = 2 if launch == "early" or (launch == "late" and late_is_early) else 1
+        # Each channel may have a grid running, and one that is let in before that is complete needs room of its own. A baseline
+        # whose grid its authors fixed could only be refused: with its late trigger it has the risk that they took.
+        launch, rule = comm.dependent_launch, proto.algorithm.grid
+        fixed = rule is not None and rule.fixed
+        grids = 1 if launch == "none" or (launch == "late" and fixed) else 2
         resident = self.kernel.max_blocks(wanted.threads) // (grids * comm.layout.channels)
         if resident < 1:
             raise ArgumentError(
@@ -108,7 +110,7 @@ class Plan:
                 f"{comm.layout.channels} channel(s) with dependent launch {launch!r} may have on this rank's SMs: use fewer threads"
             )
         self.shape = LaunchShape(min(wanted.blocks, resident), wanted.threads)
-        if proto.algorithm.grid is not None and proto.algorithm.grid.fixed:
+        if fixed:
             comm._keep_grid(proto, channel, wanted, resident)
         self.params = comm.layout.params(
             proto, comm.rank, comm.slabs, comm.backend.error_address(), channel, comm.timeout_s

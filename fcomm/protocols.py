@@ -155,8 +155,6 @@ class Algorithm:
     """... unless no more ranks than this take part: then for 1,024, since 64 registers do without spilling."""
     wide_ranks_of_lines: int | None = None
     """The same where a unit is several lanes' line, if that takes more registers."""
-    two_grids_if_late: bool = False
-    """Its late trigger is each thread's, and threads without a cell have it at once: to be given room as if it were early."""
     in_place_staging: bool = False
     """The result may lie in the staging buffer itself."""
     forms: Callable[[int, int, str], str] | None = None
@@ -367,7 +365,7 @@ ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
             _v2("sentinel.all_gather", "sentinel_all_gather", ("whole",), "push", collective="all_gather"),
             Algorithm(
                 "lamport_fp", "all_reduce", "lamport_fp_one_shot", "baseline/lamport_fp.cuh", ("whole",),
-                encoded=False, baseline=True, own_contract=True, two_grids_if_late=True, regions=("lamport_fp", "lamport_fp_state"),
+                encoded=False, baseline=True, own_contract=True, regions=("lamport_fp", "lamport_fp_state"),
                 needs=frozenset({"atomic4"}), floats_only=True, granule=CELL_BYTES, max_ranks=8,
             ),
         )

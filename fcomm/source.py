@@ -20,7 +20,7 @@ OPTIONS = ("-std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--pr
 """What NVRTC is told: IEEE arithmetic, no flush to zero, no contraction."""
 
 LAUNCHES = ("none", "late", "early")
-"""Launch features: no dependent launch; dependent launch whose trigger comes at the end of a block, resp. at its entry.
+"""Launch features: no dependent launch; dependent launch, triggered by each thread behind its last output, resp. at the entry.
 Kernels know them by their index here (FC_TRIGGER)."""
 
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"\s*$')

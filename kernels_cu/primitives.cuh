@@ -206,13 +206,14 @@ FC_DEVICE u32 pinned(u32 v) {
 // nothing that any kernel writes: not the input, not the slab, not the epoch. A trigger lets the next grid be scheduled, when
 // every block has come to it or has returned, and says nothing about memory.
 //
-// A trigger speaks for its whole block as soon as one thread executes it. Behind the first thread's last poll it would come
-// too soon: others of the block may still poll for a peer's block that is not resident yet, and the grid that is let in can
-// take that block's room, for good. Hence block_trigger(), behind a barrier of the block: then all cells of all peers have
-// been taken, so all peers' pushing blocks are resident, this grid ends whatever else happens, and there are never two grids
-// of a rank of which one waits for a peer to get in. One grid for each rank is room enough (docs/gpu.md).
+// A trigger speaks for its whole block as soon as one thread executes it, and one thread is always the first to be done. Others
+// may still poll for a peer's block that is not resident yet, and the grid that is let in could take that block's room, for
+// good, where ranks share a GPU. Hence there must be room for two grids of each rank wherever triggers are used: one that
+// polls and one that waits. There are never three: the grid behind these two comes in when the second has passed its
+// launch_wait(), and then the first is complete.
 //
-// FC_TRIGGER == 2 ("early") triggers at the entry instead, behind the wait; there must be room for two grids of each rank.
+// FC_TRIGGER == 1 ("late"): each thread behind its last store of the output. FC_TRIGGER == 2 ("early"): at the entry, behind
+// the wait.
 FC_DEVICE void launch_dependents() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -229,15 +230,8 @@ FC_DEVICE void launch_wait() {
 constexpr u32 kLineCells = 8;   // cells that lie in one line of memory; blocks have a multiple of it in threads
 FC_DEVICE void spin_pause() {}  // a spinning warp costs its own issue slots only
 FC_DEVICE void block_barrier() { __syncthreads(); }
-// The late trigger of a block. All its threads that have not returned call it, behind their last store of the output.
-FC_DEVICE void block_trigger() {
-#if FC_TRIGGER == 1
-  block_barrier();
-  launch_dependents();
-#endif
-}
-// The late trigger of a thread, for baselines whose originals have it so: see above for what it risks where ranks share a GPU.
-FC_DEVICE void thread_trigger() {
+// The late trigger of a thread, behind its last store of the output.
+FC_DEVICE void late_trigger() {
 #if FC_TRIGGER == 1
   launch_dependents();
 #endif

@@ -27,10 +27,14 @@ class Wait {
 };
 
 // Leaves the first expired wait's description where the host finds it, and poisons the channel: the kernels queued behind
-// this one, graph nodes included, then push nothing. Later waits of this grid see the poison and end as well.
+// this one, graph nodes included, then push nothing. Later waits of this grid see the poison and end as well. Every expired
+// wait poisons before it returns, not just the one that describes itself: behind the block's barrier all its threads see it.
 FC_DEVICE void report_expired(const Params& p, u32 e, u32 peer, u64 cell, Cell seen) {
   Control* c = control(p);
-  if (atomic_exchange(&c->claim, 1) != 0) return;
+  if (atomic_exchange(&c->claim, 1) != 0) {
+    st_relaxed_gpu(&c->poison, 1u);
+    return;
+  }
   const u32 ticket = ld_relaxed_gpu(&c->ticket);
   ErrorRecord* r = reinterpret_cast<ErrorRecord*>(p.error);
   st_relaxed_sys(&r->rank, p.rank);

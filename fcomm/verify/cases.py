@@ -140,11 +140,11 @@ def _call_words(proto: Protocol, ranks: int, nbytes: int) -> tuple[int, int, int
     return nbytes, shard, shard
 
 
-def _rooms(case: Case, proto: Protocol) -> int:
+def _rooms(case: Case) -> int:
     """Grids of a rank that its device has room for."""
     if "short room" in case.faults or case.launch == "none":
         return 1
-    return 2 if case.launch == "early" or proto.algorithm.two_grids_if_late else 1
+    return 2
 
 
 def make_world(case: Case, link: sim.Link, kernels: Kernels, regions: Mapping[str, str] | None = None) -> sim.World:
@@ -182,7 +182,7 @@ def make_world(case: Case, link: sim.Link, kernels: Kernels, regions: Mapping[st
     for rank in range(n):
         for stream in range(case.streams):
             _program(case, world, layout, kernels, rank, stream, made, extent, dict(regions or {}))
-    rooms = max(_rooms(case, p) for p in protos) * case.streams
+    rooms = _rooms(case) * case.streams
     world.capacity = [
         rooms
         * sum(max(case.step_blocks, *(c.blocks_of(r) for c in case.calls)) for r in range(n) if world.device_of[r] == d)

@@ -58,7 +58,7 @@ FC_DEVICE void exchange(const Params& p) {
       Sink::consume(p, Wire::span(c), own, got);
     }
   }
-  block_trigger();
+  late_trigger();
   if (ticket.settle(p, turn.epoch())) turn.record(p, 1, cells);
 }
 

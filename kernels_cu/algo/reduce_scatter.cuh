@@ -35,7 +35,7 @@ FC_DEVICE void reduce_scatter(const Params& p) {
       store_payload<Wire, T>(p, p.out, p.part, Wire::span(c), sum);
     }
   }
-  block_trigger();
+  late_trigger();
   if (ticket.settle(p, turn.epoch())) turn.record(p, 1, cells);
 }
 

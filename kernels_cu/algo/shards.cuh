@@ -10,7 +10,8 @@ class Shards {
  public:
   FC_DEVICE explicit Shards(const Params& p) : p_(p) {
     u32 full = 0;
-    while (full < FC_N && full * p.stride + p.part <= p.nbytes) full++;
+#pragma unroll
+    for (u32 r = 0; r < FC_N; r++) full += r * p.stride + p.part <= p.nbytes ? 1 : 0;  // no branch: all at once
     full_ = full;
     rest_ = full < FC_N && full * p.stride < p.nbytes ? p.nbytes - full * p.stride : 0;
   }

@@ -94,7 +94,7 @@ FC_DEVICE void two_shot(const Params& p) {
       batch.each([&](u32 k, u32 peer, u32 cell) { shards.store<Wire2, T>(p.out, peer, cell, Wire2::payload(got[k])); });
     }
   }
-  block_trigger();
+  late_trigger();
   if (ticket.settle(p, turns.first().epoch())) {
     turns.first().record(p, kOneWire ? 3 : 1, cells1);
     if (!kOneWire) turns.second().record(p, 2, cells2);

@@ -121,7 +121,7 @@ FC_DEVICE void pull_whole(const Params& p, const F& f) {
     });
     if (expired != 0 || meet(p, chunk, 1, e, false) != 0) return;
   }
-  block_trigger();
+  late_trigger();
   ticket.settle(p, e);
 }
 
@@ -208,7 +208,7 @@ FC_DEVICE void barrier_two_shot(const Params& p) {
     });
     if (expired != 0) return;
   }
-  block_trigger();
+  late_trigger();
   ticket.settle(p, e);
 }
 

@@ -54,7 +54,7 @@ FC_DEVICE void exchange(const Params& p, const F& f) {
   for (u32 c = first; c < cells; c += stride) {
     Cell got[FC_N];
     if (!zeros::take<T>(p, now.epoch, copy, c, got)) return;
-    if (c + stride >= cells) thread_trigger();
+    if (c + stride >= cells) late_trigger();
     f(c, got);
     zeros::clear(p, copy, c);
   }
@@ -190,7 +190,7 @@ FC_DEVICE void custom_ar_v2_pull_one_shot(const Params& p) {
   if (expired != 0) return;
   block_barrier();
   v2::meet<false, false>(p, visit.e, visit.number + 2);
-  block_trigger();
+  late_trigger();
   visit.end(p);
 }
 
@@ -238,7 +238,7 @@ FC_DEVICE void custom_ar_v2_pull_two_shot(const Params& p) {
   if (expired != 0) return;
   block_barrier();
   v2::meet<true, true>(p, visit.e, visit.number + 2);
-  block_trigger();
+  late_trigger();
   visit.end(p);
   if (stays) return;
   for (u32 c = range.first + threadIdx.x; c < range.end; c += blockDim.x) {

@@ -61,7 +61,7 @@ FC_DEVICE void lamport_fp_one_shot(const Params& p) {
     const Payload sum = reduce_in_rank_order<lamport_fp::Flipped<T>, 4>([&](u32 r) { return staging::payload(got[r]); });
     st_plain(reinterpret_cast<Cell*>(p.out) + c, staging::cell(sum));
   }
-  thread_trigger();
+  late_trigger();
   if (ticket.settle(p, now.epoch)) {
     st_relaxed_gpu(state + 1 + copy, cells);
     st_relaxed_gpu(state, copy == 2 ? 0u : copy + 1);

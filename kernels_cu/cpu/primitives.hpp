@@ -27,8 +27,7 @@ constexpr u32 kLineCells = 8;
 FC_DEVICE u64 pinned(u64 v) { return v; }
 FC_DEVICE u32 pinned(u32 v) { return v; }
 FC_DEVICE void launch_wait() {}
-FC_DEVICE void block_trigger() {}
-FC_DEVICE void thread_trigger() {}
+FC_DEVICE void late_trigger() {}
 FC_DEVICE void spin_pause() { fc_cpu::next_fiber(); }
 FC_DEVICE void block_barrier() { fc_cpu::wait_at(fc_cpu::self().block->gate, fc_cpu::self().block->live); }
 FC_DEVICE fc_cpu::Warp& warp() { return fc_cpu::self().block->warps[fc_cpu::self().thread / fc_cpu::kWarp]; }

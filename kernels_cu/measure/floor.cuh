@@ -16,7 +16,7 @@ FC_DEVICE void floor_copy(const Params& p) {
       store_payload<WholeCells, T>(p, p.out + r * p.nbytes, p.nbytes, span, v);
     }
   }
-  block_trigger();
+  late_trigger();
 }
 
 }  // namespace fc

@@ -54,12 +54,7 @@ FC_DEVICE void launch_wait() {
   fc_sim::fc_machine->launch_wait();
   if (fc_sim::fc_machine->self->trigger == 2) launch_dependents();
 }
-FC_DEVICE void block_trigger() {
-  if (fc_sim::fc_machine->self->trigger != 1) return;
-  block_barrier();
-  launch_dependents();
-}
-FC_DEVICE void thread_trigger() {
+FC_DEVICE void late_trigger() {
   if (fc_sim::fc_machine->self->trigger == 1) launch_dependents();
 }
 

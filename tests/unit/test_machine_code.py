@@ -203,8 +203,8 @@ def test_dependent_launch_waits_first_and_triggers_last(p: Protocol, launch: str
     [
         (r"(\n  )launch_wait\(\);(.*?const Turn<Wire> turn\(p\);)", r"\2\1launch_wait();", "before the wait"),
         (r"\n  launch_wait\(\);", "", "does not wait"),
-        (r"\n  block_trigger\(\);", "", "0 triggers"),
-        (r"(\n  turn\.rearm\(p, p\.region\[0\]\);)", r"\1 block_trigger();", "behind the trigger"),
+        (r"\n  late_trigger\(\);", "", "0 triggers"),
+        (r"(\n  turn\.rearm\(p, p\.region\[0\]\);)", r"\1 late_trigger();", "behind the trigger"),
     ],
 )
 def test_a_misplaced_wait_or_trigger_is_found(pattern: str, by: str, said: str) -> None:
