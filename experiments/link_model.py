@@ -26,7 +26,7 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from experiments.gate import FOLDER
-from fcomm.cost_model import MIB, RESIDENT_THREADS, Model, default_shape, pieces, work
+from fcomm.cost_model import MIB, RESIDENT_THREADS, Model, default_shape, work
 from fcomm.errors import ArgumentError, RecordError
 from fcomm.protocols import GpuShare, Protocol
 
@@ -177,17 +177,6 @@ def launch_shape(protocol: Protocol, nbytes: int, world_size: int, gpu: GpuShare
     """Blocks and threads by the default rule, no more than are resident."""
     blocks, threads = default_shape(protocol, nbytes, world_size, gpu)
     return min(blocks, gpu.sms * max(1, RESIDENT_THREADS // threads)), threads
-
-
-def count_ours(
-    protocol: Protocol, nbytes: int, world_size: int, gpu: GpuShare, launch: str, prices: Instructions, max_bytes: int
-) -> list[Counts]:
-    """One of our own protocols, which only push: a `Counts` for each launch that the message takes."""
-    return [
-        count(protocol, size, world_size, gpu, (launch,), prices)
-        for size, times in pieces(protocol, nbytes, world_size, max_bytes)
-        for _ in range(times)
-    ]
 
 
 def calibrate(counts: Sequence[Counts], latency_us: Sequence[float]) -> Link:

@@ -152,3 +152,18 @@ SYSTEMS: Mapping[str, System] = {
     )
 }
 """By the short names of ``experiments/data/validation/protocol.json``."""
+
+BASELINES: Mapping[str, Form] = {
+    f.like: f
+    for f in (
+        PUSH,
+        LAMPORT,
+        ONE_SHOT,
+        TWO_SHOT,
+        PULL_TWO_SHOT,
+        Form("one-shot pull", "custom_ar_v2.pull_one_shot", hops=4, reads=("whole",)),
+        Form("gather between barriers", "barrier.all_gather", hops=4, reads=("whole",)),
+        Form("sentinel gather", "sentinel.all_gather", hops=1),
+    )
+}
+"""Our own rebuilt baselines, by name. All other protocols only push: their hops are their rounds."""

@@ -103,9 +103,9 @@ def attempts(folder: Path = gate.FOLDER) -> list[dict[str, Any]]:
         return []
     try:
         found = json.loads(path.read_text())
-        if [a["attempt"] for a in found] != list(range(1, len(found) + 1)):
+        if not isinstance(found, list) or [a["attempt"] for a in found] != list(range(1, len(found) + 1)):
             raise ValueError
-        return list(found)
+        return found
     except (OSError, ValueError, TypeError, KeyError):
         raise RecordError(
             f"{path} is not the list of a validation's attempts: restore it from the repository"
