@@ -165,7 +165,9 @@ def amdahl_line(found: pd.DataFrame) -> str:
 
 
 def markdown(found: pd.DataFrame, runs: Sequence[Run]) -> str:
-    """A table for each comparison, with what has to be known beside it."""
+    """A table for each comparison, with what has to be known beside it; predictions only if their gate is passed."""
+    from experiments import predict  # which imports this module
+
     lines: list[str] = []
     for (collective, against, launch), of_it in frames.grouped(found, ["collective", "against", "launch"], sort=False):
         trigger = f", dependent launch {launch}{'' if ' against ' in launch else ' on both sides'}" if launch else ""
@@ -175,6 +177,7 @@ def markdown(found: pd.DataFrame, runs: Sequence[Run]) -> str:
         ]
         table += [_row(row) for row in rows(of_it)]
         lines += [*aligned(table), ""]
+    lines += predict.section()
     low, high = PAPER_TPOT_PERCENT
     here = "not measured here: no decode experiment in these runs"
     lines += ["### end to end", ""]
