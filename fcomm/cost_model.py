@@ -172,7 +172,7 @@ def _default_shape(name: str, nbytes: int, world_size: int, gpu: GpuShare | None
         shape = cpu_shape(cells)
     else:
         most = MAX_THREADS if sharded or encoding is None else protocol.max_threads(world_size)
-        shape = gpu_shape(cells, gpu.sms, most)
+        shape = gpu_shape(cells, gpu.sms, most, sharded)
     if encoding is not None and encoding.max_chunks:
         return max(1, encoding.chunks(size)), shape.threads
     return shape.blocks, shape.threads
