@@ -14,13 +14,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-from mpi4py import MPI
 from numpy.typing import NDArray
 
 from fcomm import bootstrap, interop, topology
 from fcomm.backends.base import LaunchShape, View, gpu_shape
 from fcomm.dtypes import REDUCIBLE
 from fcomm.errors import ArgumentError, DeviceError, FcommError, SetupError
+from fcomm.group import Group
 from fcomm.layout import CONTROL_BYTES, CONTROL_DTYPE, ERROR_DTYPE, SLAB_GRANULE, SlabLayout, params_dtype
 from fcomm.source import MAX_THREADS, OPTIONS, Specialisation, flatten
 
@@ -176,8 +176,8 @@ def _load(device: int, name: str, text: str) -> tuple[int, Any, int, int]:
 class SharedMemory:
     """One raw device allocation on every rank, mapped by all of them. Collective; never CuPy's pool, never moved."""
 
-    def __init__(self, mpi: MPI.Intracomm, device: int, nbytes: int) -> None:
-        self._mpi, self._device = mpi, device
+    def __init__(self, group: Group, device: int, nbytes: int) -> None:
+        self._group, self._device = group, device
         self.nbytes = -(-nbytes // SLAB_GRANULE) * SLAB_GRANULE
         self.own = 0
         self.addresses: list[int] = []
@@ -191,13 +191,14 @@ class SharedMemory:
     def _make(self) -> None:
         from cupy.cuda import runtime
 
-        mpi = self._mpi
-        bootstrap.collectively(mpi, self._allocate)
-        if mpi.size == 1:
+        group = self._group
+        bootstrap.collectively(group, self._allocate)
+        if group.size == 1:
             self.addresses = [self.own]
             return
-        handles = mpi.allgather(bootstrap.collectively(mpi, lambda: _asking(lambda: runtime.ipcGetMemHandle(self.own))))
-        bootstrap.collectively(mpi, lambda: self._map(handles))
+        own = bootstrap.collectively(group, lambda: _asking(lambda: runtime.ipcGetMemHandle(self.own)))
+        handles = group.allgather(own)
+        bootstrap.collectively(group, lambda: self._map(handles))
 
     def _allocate(self) -> None:
         import cupy
@@ -229,14 +230,14 @@ class SharedMemory:
         from cupy.cuda import runtime
 
         for rank, handle in enumerate(handles):
-            if rank == self._mpi.rank:
+            if rank == self._group.rank:
                 self.addresses.append(self.own)
                 continue
             try:
                 address = int(runtime.ipcOpenMemHandle(handle))
             except runtime.CUDARuntimeError as error:
                 raise SetupError(
-                    f"rank {self._mpi.rank} cannot map the memory of rank {rank} ({error}): the GPUs need peer access, "
+                    f"rank {self._group.rank} cannot map the memory of rank {rank} ({error}): the GPUs need peer access, "
                     "and a container must share its IPC namespace among the ranks"
                 ) from None
             self.addresses.append(address)
@@ -250,8 +251,8 @@ class SharedMemory:
         for address in mapped:
             _ignoring(lambda a=address: runtime.ipcCloseMemHandle(a))  # type: ignore[misc]
         own, self.own = self.own, 0
-        if self.addresses or own or mapped or self._mpi.size > 1:
-            self._mpi.Barrier()
+        if self.addresses or own or mapped or self._group.size > 1:
+            self._group.barrier()
         self.addresses = []
         if own:
             _ignoring(lambda: runtime.free(own))
@@ -308,7 +309,7 @@ class CudaBackend:
 
     name = "cuda"
 
-    def __init__(self, mpi: MPI.Intracomm) -> None:
+    def __init__(self, group: Group, device: int | None = None) -> None:
         if device_count() == 0:
             raise ArgumentError("the cuda backend needs an NVIDIA GPU, its driver and CuPy, and this rank finds no GPU")
         import cupy
@@ -316,9 +317,9 @@ class CudaBackend:
 
         self._cupy: ModuleType = cupy
         self._runtime: Any = runtime
-        self._mpi = mpi
+        self._group = group
         self._launch_kernel = driver.launchKernel
-        self.device = self._choose_device()
+        self.device = self._choose_device(device)
         _asking(lambda: runtime.setDevice(self.device))
         self._refuse_capture()
         _asking(lambda: runtime.free(0))  # makes the context, if there is none yet
@@ -332,10 +333,14 @@ class CudaBackend:
         self._last: list[int | None] = []
         self._asked = 0
 
-    def _choose_device(self) -> int:
-        """The device that the caller has made current, if it is not the first one; else one for each rank in turn."""
+    def _choose_device(self, wanted: int | None) -> int:
+        """The device that was asked for; else the one made current, if it is not the first; else one for each rank in turn."""
+        if wanted is not None:
+            if not 0 <= wanted < device_count():
+                raise ArgumentError(f"there is no CUDA device {wanted}: this rank sees {device_count()}")
+            return wanted
         current = int(_asking(self._runtime.getDevice))
-        return current if current != 0 else _local_rank(self._mpi) % device_count()
+        return current if current != 0 else _local_rank(self._group) % device_count()
 
     def _refuse_capture(self) -> None:
         torch = interop.torch_module()
@@ -348,7 +353,7 @@ class CudaBackend:
     # ---- set-up -----------------------------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        self.devices = self._mpi.allgather(self._here)  # first of all: every rank comes here
+        self.devices = self._group.allgather(self._here)  # first of all: every rank comes here
         first = self.devices[0]
         for rank, d in enumerate(self.devices):
             if (d.name, d.compute_capability) != (first.name, first.compute_capability):
@@ -356,9 +361,9 @@ class CudaBackend:
                     f"the ranks have GPUs of different kinds (rank 0 {first.name}, rank {rank} {d.name}): "
                     "use GPUs of one kind"
                 )
-        own = self.devices[self._mpi.rank]
+        own = self.devices[self._group.rank]
         self.ranks_here = sum(d.uuid == own.uuid for d in self.devices)
-        self.sms = topology.sm_share(self.devices, self._mpi.rank)
+        self.sms = topology.sm_share(self.devices, self._group.rank)
         self.links = [topology.link(own, d) for d in self.devices]
         self.capabilities = frozenset.intersection(*(topology.LINK_CAPABILITIES[k] for k in self.links))
         self.mps = all(d.mps for d in self.devices if d.uuid == own.uuid)
@@ -377,7 +382,7 @@ class CudaBackend:
                 f"there is an MPS pipe in {named}, but the GPU is not shared through it: that daemon is dead; start a "
                 "fresh one (python -m experiments.mps -- ... does), or unset CUDA_MPS_PIPE_DIRECTORY"
             )
-        if self._mpi.rank == 0:
+        if self._group.rank == 0:
             _warn_time_slicing(max(sum(o.uuid == d.uuid for o in self.devices) for d in self.devices))
 
     def _enable_peer(self, ordinal: int | None) -> None:
@@ -406,19 +411,19 @@ class CudaBackend:
         return None
 
     def allocate(self, layout: SlabLayout) -> list[int]:
-        mpi = self._mpi
+        group = self._group
         self._layout = layout
         self._last = [None] * layout.channels
-        memory = SharedMemory(mpi, self.device, layout.slab_bytes)
+        memory = SharedMemory(group, self.device, layout.slab_bytes)
         try:
-            bootstrap.collectively(mpi, lambda: self._make_errors(layout))
+            bootstrap.collectively(group, lambda: self._make_errors(layout))
             self._memory = memory
-            if mpi.size > 1:
-                nonce = mpi.bcast(int.from_bytes(os.urandom(4), "little") if mpi.rank == 0 else None)
-                bootstrap.collectively(mpi, lambda: self._probe_stores(nonce))
-                mpi.Barrier()
-                bootstrap.collectively(mpi, lambda: self._probe_look(nonce))
-            bootstrap.collectively(mpi, lambda: _asking(lambda: self.reset(layout)))
+            if group.size > 1:
+                nonce = group.allgather(int.from_bytes(os.urandom(4), "little"))[0]
+                bootstrap.collectively(group, lambda: self._probe_stores(nonce))
+                group.barrier()
+                bootstrap.collectively(group, lambda: self._probe_look(nonce))
+            bootstrap.collectively(group, lambda: _asking(lambda: self.reset(layout)))
         except Exception:  # raised by all ranks or by none
             self._memory = None
             memory.close()
@@ -434,7 +439,7 @@ class CudaBackend:
         self._errors[:] = np.zeros(1, ERROR_DTYPE)
 
     def _probe_stores(self, nonce: int) -> None:
-        n = self._mpi.size
+        n = self._group.size
         lines = [
             f"#define FC_N {n}",
             f"#define FC_MAX_THREADS {MAX_THREADS}",
@@ -445,13 +450,13 @@ class CudaBackend:
         params = np.zeros(1, params_dtype(n))
         assert self._memory is not None
         params["slab"] = self._memory.addresses
-        params["in"], params["rank"], params["out"] = nonce, self._mpi.rank, PROBE_OFFSET
+        params["in"], params["rank"], params["out"] = nonce, self._group.rank, PROBE_OFFSET
         threads = -(-n // 32) * 32
         self.launch_once(kernel, LaunchShape(1, threads), params, 0)
         self.synchronize()
 
     def _probe_look(self, nonce: int) -> None:
-        n, rank = self._mpi.size, self._mpi.rank
+        n, rank = self._group.size, self._group.rank
         assert self._memory is not None
         cells = np.zeros((n, 4), np.uint32)
         _asking(lambda: self._fetch(cells, self._memory.own + PROBE_OFFSET))  # type: ignore[union-attr]
@@ -697,7 +702,7 @@ class CudaBackend:
     # ---- the rest ---------------------------------------------------------------------------------------------------
 
     def describe(self) -> dict[str, Any]:
-        own = self.devices[self._mpi.rank]
+        own = self.devices[self._group.rank]
         return {
             "backend": "cuda",
             "device": own.name,
@@ -728,13 +733,13 @@ class CudaBackend:
             memory.close()
 
 
-def _local_rank(mpi: MPI.Intracomm) -> int:
-    """Number of this process on its machine, as the launcher counts; within `mpi` where it does not say."""
-    for name in ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PALS_LOCAL_RANKID", "SLURM_LOCALID"):
+def _local_rank(group: Group) -> int:
+    """Number of this process on its machine, as the launcher counts; within `group` where it does not say."""
+    for name in ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PALS_LOCAL_RANKID", "SLURM_LOCALID", "LOCAL_RANK"):
         value = os.environ.get(name, "")
         if value.isdigit():
             return int(value)
-    return mpi.rank
+    return group.rank
 
 
 _warned = False
