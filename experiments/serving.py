@@ -32,7 +32,8 @@ def meet() -> Group:
     if "RANK" in os.environ and "MASTER_ADDR" in os.environ:
         from torch import distributed
 
-        distributed.init_process_group("gloo")
+        if not distributed.is_initialized():
+            distributed.init_process_group("gloo")
         return as_group(distributed.group.WORLD)
     from mpi4py import MPI
 

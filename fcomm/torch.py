@@ -81,6 +81,7 @@ class CustomAllReduce:
         self._stream: Any = None
         self._captured: list[str] | None = None
         self._told: set[str] = set()
+        self.device: Any = device  # as it was asked for, until it has proved to be of use
         try:
             self.device = bootstrap.collectively(talk, lambda: _device(device))
             # Collective where a rank alone might not come: every one has its device by now.
