@@ -70,7 +70,7 @@ def unlink_library_segments() -> None:
             Path(name).unlink(missing_ok=True)
 
 
-def collectively(group: Group, step: Callable[[], T]) -> T:
+def collectively(mpi: Group, step: Callable[[], T]) -> T:
     """Runs a step that may fail on some ranks; if it does, all ranks raise the first failing rank's error."""
     error: Exception | None = None
     result: T | None = None
@@ -78,20 +78,20 @@ def collectively(group: Group, step: Callable[[], T]) -> T:
         result = step()
     except Exception as caught:
         error = caught
-    failures = group.allgather(None if error is None else (type(error), str(error)))
+    failures = mpi.allgather(None if error is None else (type(error), str(error)))
     for rank, failure in enumerate(failures):
         if failure is not None:
             if error is not None and not isinstance(error, FcommError):
                 raise error
             kind, message = failure
-            where = f" (rank {rank})" if group.size > 1 and f"rank {rank}" not in message else ""
+            where = f" (rank {rank})" if mpi.size > 1 and f"rank {rank}" not in message else ""
             raise (kind if issubclass(kind, FcommError) else SetupError)(f"{message}{where}")
     return result  # type: ignore[return-value]  # no rank failed, so this one has its result
 
 
-def agree(group: Group, value: T, what: str) -> T:
+def agree(mpi: Group, value: T, what: str) -> T:
     """Raises `DisagreementError` on all ranks unless `value` is the same everywhere."""
-    values = group.allgather(value)
+    values = mpi.allgather(value)
     for rank, other in enumerate(values):
         if other != values[0]:
             raise DisagreementError(f"the ranks disagree on {what}: rank 0 has {values[0]}, rank {rank} has {other}")

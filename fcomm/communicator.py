@@ -35,19 +35,19 @@ ALIGNMENT = 16
 """Bytes that arrays and messages are multiples of where the kernels' wide accesses can be used throughout."""
 
 
-def _make_backend(name: str, group: Group, device: int | None) -> Backend:
+def _make_backend(name: str, mpi: Group, device: int | None) -> Backend:
     if name == "cpu":
         from fcomm.backends.cpu import CpuBackend
 
-        return CpuBackend(group)
+        return CpuBackend(mpi)
     if name == "cuda":
         from fcomm.backends.cuda import CudaBackend
 
-        return CudaBackend(group, device)
+        return CudaBackend(mpi, device)
     raise ArgumentError(f"there is no backend {name!r}; use auto, cuda or cpu")
 
 
-def resolve_backend(name: str, group: Group) -> str:
+def resolve_backend(name: str, mpi: Group) -> str:
     """Which backend a name stands for. Collective: `auto` is cuda where every rank has a device, cpu where none has.
 
     A mixture is an `ArgumentError`.
@@ -58,7 +58,7 @@ def resolve_backend(name: str, group: Group) -> str:
         return name
     from fcomm.backends import cuda
 
-    have = group.allgather(bootstrap.collectively(group, lambda: cuda.device_count() > 0))
+    have = mpi.allgather(bootstrap.collectively(mpi, lambda: cuda.device_count() > 0))
     if any(have) and not all(have):
         lacking = ", ".join(str(r) for r, h in enumerate(have) if not h)
         raise ArgumentError(f"some ranks have a GPU and others (rank {lacking}) have none: give each rank one, or none")
@@ -275,32 +275,32 @@ class Communicator:
         model: str | Path | Model | None,
         device: int | None,
     ) -> None:
-        group = self.group
-        self.rank, self.world_size = group.rank, group.size
+        mpi = self.group
+        self.rank, self.world_size = mpi.rank, mpi.size
 
         def local() -> tuple[SlabLayout, float, bool]:
             if dependent_launch not in LAUNCHES:
                 raise ArgumentError(f"dependent_launch is one of {', '.join(LAUNCHES)}, not {dependent_launch!r}")
             return (
-                SlabLayout(group.size, max_bytes, channels),
+                SlabLayout(mpi.size, max_bytes, channels),
                 settings.timeout_s() if timeout_s is None else timeout_s,
                 checked or settings.checked(),
             )
 
-        self.layout, self.timeout_s, self.checked = bootstrap.collectively(group, local)
-        name = bootstrap.collectively(group, lambda: backend if backend != "auto" else settings.backend())
+        self.layout, self.timeout_s, self.checked = bootstrap.collectively(mpi, local)
+        name = bootstrap.collectively(mpi, lambda: backend if backend != "auto" else settings.backend())
         self._forced, self._plain = settings.protocol(), settings.plain()
         told = (name, max_bytes, channels, self.checked, self._forced, self._plain, dependent_launch)
-        bootstrap.agree(group, told, "backend, sizes and settings")
-        bootstrap.check_node(group)
-        name = resolve_backend(name, group)
-        made: Backend = bootstrap.collectively(group, lambda: _make_backend(name, group, device))
-        bootstrap.collectively(group, made.prepare)
+        bootstrap.agree(mpi, told, "backend, sizes and settings")
+        bootstrap.check_node(mpi)
+        name = resolve_backend(name, mpi)
+        made: Backend = bootstrap.collectively(mpi, lambda: _make_backend(name, mpi, device))
+        bootstrap.collectively(mpi, made.prepare)
         self.backend: Backend = made
-        every: list[frozenset[str]] = group.allgather(made.capabilities)
+        every: list[frozenset[str]] = mpi.allgather(made.capabilities)
         self.capabilities = frozenset.intersection(*every)
-        self.gpu = _smallest_share(group.allgather(made.describe()))
-        self._model = models.agree(group, model, made)
+        self.gpu = _smallest_share(mpi.allgather(made.describe()))
+        self._model = models.agree(mpi, model, made)
         self._grids: dict[tuple[str, int], int] = {}
         self.slabs = made.allocate(self.layout)
         self.slab_bytes = self.layout.slab_bytes
@@ -310,7 +310,7 @@ class Communicator:
         self._errors = made.error_records()
         self._failed: str | None = None
         self._closed = False
-        group.barrier()  # no one pushes before all slabs are cleared
+        mpi.barrier()  # no one pushes before all slabs are cleared
 
     def _select(self, model: models.Origin) -> None:
         """Chooses protocols by that model from now on."""

@@ -101,13 +101,13 @@ def find(wanted: str | Path | Model | None, machine: Mapping[str, Any], world_si
     return Origin(model, _words(model, f"from {path}"))
 
 
-def agree(group: Group, wanted: str | Path | Model | None, backend: Backend) -> Origin:
+def agree(mpi: Group, wanted: str | Path | Model | None, backend: Backend) -> Origin:
     """The model of all ranks. Collective; where one cannot have it or they differ, all raise the same error."""
     from fcomm import bootstrap, provenance
 
-    machine = cost_model.identity(provenance.machine(group, backend))
-    origin = bootstrap.collectively(group, lambda: find(wanted, machine, group.size))
-    bootstrap.agree(group, _Told(origin.model.digest(), origin.words), "the cost model")
+    machine = cost_model.identity(provenance.machine(mpi, backend))
+    origin = bootstrap.collectively(mpi, lambda: find(wanted, machine, mpi.size))
+    bootstrap.agree(mpi, _Told(origin.model.digest(), origin.words), "the cost model")
     return origin
 
 

@@ -36,16 +36,16 @@ _MUST_MATCH = {
 }
 
 
-def machine(group: Group, backend: Backend) -> dict[str, Any]:
+def machine(mpi: Group, backend: Backend) -> dict[str, Any]:
     """Facts about what the ranks run on, as plain JSON values. Collective; the same result on all ranks."""
     described = {key: _plain(value) for key, value in backend.describe().items()}
-    every: list[tuple[str, dict[str, Any]]] = group.allgather((socket.gethostname(), described))
+    every: list[tuple[str, dict[str, Any]]] = mpi.allgather((socket.gethostname(), described))
     devices = [facts for _, facts in every]
     names = [str(facts.get("uuid", facts.get("device"))) for facts in devices]
     facts: dict[str, Any] = {
         "hostname": every[0][0],
         "backend": backend.name,
-        "world_size": group.size,
+        "world_size": mpi.size,
         "ranks_per_device": max(names.count(name) for name in set(names)),
         "cores": len(os.sched_getaffinity(0)),
         "cpu": cpu_model(),
@@ -53,7 +53,7 @@ def machine(group: Group, backend: Backend) -> dict[str, Any]:
         # Ranks that see the same device say it once.
         "devices": [d for k, d in enumerate(devices) if d not in devices[:k]],
     }
-    return group.allgather(facts)[0]
+    return mpi.allgather(facts)[0]
 
 
 def collect(comm: Communicator, argv: Sequence[str] | None = None) -> dict[str, Any]:

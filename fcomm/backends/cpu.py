@@ -207,8 +207,8 @@ class CpuBackend:
 
     name = "cpu"
 
-    def __init__(self, group: Group) -> None:
-        self._group = group
+    def __init__(self, mpi: Group) -> None:
+        self._mpi = mpi
         self.capabilities = _capabilities()
         self._memory: mmap.mmap | None = None
         self._kernels: dict[tuple[str, str, int], CpuKernel] = {}
@@ -219,11 +219,11 @@ class CpuBackend:
         _private_folder(settings.cache_dir() / "cpu")
 
     def allocate(self, layout: SlabLayout) -> list[int]:
-        group, stride = self._group, -(-layout.slab_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        self._memory = share_memory(group, group.size * stride)
+        mpi, stride = self._mpi, -(-layout.slab_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._memory = share_memory(mpi, mpi.size * stride)
         every = np.frombuffer(self._memory, np.uint8)
-        bases = [every.ctypes.data + rank * stride for rank in range(group.size)]
-        self._slab = every[group.rank * stride :][: layout.slab_bytes]
+        bases = [every.ctypes.data + rank * stride for rank in range(mpi.size)]
+        self._slab = every[mpi.rank * stride :][: layout.slab_bytes]
         self._errors = np.zeros(layout.channels, ERROR_DTYPE)
         self.reset(layout)
         return bases
@@ -334,7 +334,7 @@ class CpuBackend:
     def close(self) -> None:
         if self._memory is None:
             return
-        self._group.barrier()
+        self._mpi.barrier()
         # Unmapped when the last array on it is gone: a caller may still hold a view of the staging buffer.
         del self._slab
         self._memory = None

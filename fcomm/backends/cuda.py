@@ -176,8 +176,8 @@ def _load(device: int, name: str, text: str) -> tuple[int, Any, int, int]:
 class SharedMemory:
     """One raw device allocation on every rank, mapped by all of them. Collective; never CuPy's pool, never moved."""
 
-    def __init__(self, group: Group, device: int, nbytes: int) -> None:
-        self._group, self._device = group, device
+    def __init__(self, mpi: Group, device: int, nbytes: int) -> None:
+        self._mpi, self._device = mpi, device
         self.nbytes = -(-nbytes // SLAB_GRANULE) * SLAB_GRANULE
         self.own = 0
         self.addresses: list[int] = []
@@ -191,14 +191,13 @@ class SharedMemory:
     def _make(self) -> None:
         from cupy.cuda import runtime
 
-        group = self._group
-        bootstrap.collectively(group, self._allocate)
-        if group.size == 1:
+        mpi = self._mpi
+        bootstrap.collectively(mpi, self._allocate)
+        if mpi.size == 1:
             self.addresses = [self.own]
             return
-        own = bootstrap.collectively(group, lambda: _asking(lambda: runtime.ipcGetMemHandle(self.own)))
-        handles = group.allgather(own)
-        bootstrap.collectively(group, lambda: self._map(handles))
+        handles = mpi.allgather(bootstrap.collectively(mpi, lambda: _asking(lambda: runtime.ipcGetMemHandle(self.own))))
+        bootstrap.collectively(mpi, lambda: self._map(handles))
 
     def _allocate(self) -> None:
         import cupy
@@ -230,14 +229,14 @@ class SharedMemory:
         from cupy.cuda import runtime
 
         for rank, handle in enumerate(handles):
-            if rank == self._group.rank:
+            if rank == self._mpi.rank:
                 self.addresses.append(self.own)
                 continue
             try:
                 address = int(runtime.ipcOpenMemHandle(handle))
             except runtime.CUDARuntimeError as error:
                 raise SetupError(
-                    f"rank {self._group.rank} cannot map the memory of rank {rank} ({error}): the GPUs need peer access, "
+                    f"rank {self._mpi.rank} cannot map the memory of rank {rank} ({error}): the GPUs need peer access, "
                     "and a container must share its IPC namespace among the ranks"
                 ) from None
             self.addresses.append(address)
@@ -251,8 +250,8 @@ class SharedMemory:
         for address in mapped:
             _ignoring(lambda a=address: runtime.ipcCloseMemHandle(a))  # type: ignore[misc]
         own, self.own = self.own, 0
-        if self.addresses or own or mapped or self._group.size > 1:
-            self._group.barrier()
+        if self.addresses or own or mapped or self._mpi.size > 1:
+            self._mpi.barrier()
         self.addresses = []
         if own:
             _ignoring(lambda: runtime.free(own))
@@ -309,7 +308,7 @@ class CudaBackend:
 
     name = "cuda"
 
-    def __init__(self, group: Group, device: int | None = None) -> None:
+    def __init__(self, mpi: Group, device: int | None = None) -> None:
         if device_count() == 0:
             raise ArgumentError("the cuda backend needs an NVIDIA GPU, its driver and CuPy, and this rank finds no GPU")
         import cupy
@@ -317,7 +316,7 @@ class CudaBackend:
 
         self._cupy: ModuleType = cupy
         self._runtime: Any = runtime
-        self._group = group
+        self._mpi = mpi
         self._launch_kernel = driver.launchKernel
         self.device = self._choose_device(device)
         _asking(lambda: runtime.setDevice(self.device))
@@ -340,7 +339,7 @@ class CudaBackend:
                 raise ArgumentError(f"there is no CUDA device {wanted}: this rank sees {device_count()}")
             return wanted
         current = int(_asking(self._runtime.getDevice))
-        return current if current != 0 else _local_rank(self._group) % device_count()
+        return current if current != 0 else _local_rank(self._mpi) % device_count()
 
     def _refuse_capture(self) -> None:
         torch = interop.torch_module()
@@ -353,7 +352,7 @@ class CudaBackend:
     # ---- set-up -----------------------------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        self.devices = self._group.allgather(self._here)  # first of all: every rank comes here
+        self.devices = self._mpi.allgather(self._here)  # first of all: every rank comes here
         first = self.devices[0]
         for rank, d in enumerate(self.devices):
             if (d.name, d.compute_capability) != (first.name, first.compute_capability):
@@ -361,9 +360,9 @@ class CudaBackend:
                     f"the ranks have GPUs of different kinds (rank 0 {first.name}, rank {rank} {d.name}): "
                     "use GPUs of one kind"
                 )
-        own = self.devices[self._group.rank]
+        own = self.devices[self._mpi.rank]
         self.ranks_here = sum(d.uuid == own.uuid for d in self.devices)
-        self.sms = topology.sm_share(self.devices, self._group.rank)
+        self.sms = topology.sm_share(self.devices, self._mpi.rank)
         self.links = [topology.link(own, d) for d in self.devices]
         self.capabilities = frozenset.intersection(*(topology.LINK_CAPABILITIES[k] for k in self.links))
         self.mps = all(d.mps for d in self.devices if d.uuid == own.uuid)
@@ -382,7 +381,7 @@ class CudaBackend:
                 f"there is an MPS pipe in {named}, but the GPU is not shared through it: that daemon is dead; start a "
                 "fresh one (python -m experiments.mps -- ... does), or unset CUDA_MPS_PIPE_DIRECTORY"
             )
-        if self._group.rank == 0:
+        if self._mpi.rank == 0:
             _warn_time_slicing(max(sum(o.uuid == d.uuid for o in self.devices) for d in self.devices))
 
     def _enable_peer(self, ordinal: int | None) -> None:
@@ -411,19 +410,19 @@ class CudaBackend:
         return None
 
     def allocate(self, layout: SlabLayout) -> list[int]:
-        group = self._group
+        mpi = self._mpi
         self._layout = layout
         self._last = [None] * layout.channels
-        memory = SharedMemory(group, self.device, layout.slab_bytes)
+        memory = SharedMemory(mpi, self.device, layout.slab_bytes)
         try:
-            bootstrap.collectively(group, lambda: self._make_errors(layout))
+            bootstrap.collectively(mpi, lambda: self._make_errors(layout))
             self._memory = memory
-            if group.size > 1:
-                nonce = group.allgather(int.from_bytes(os.urandom(4), "little"))[0]
-                bootstrap.collectively(group, lambda: self._probe_stores(nonce))
-                group.barrier()
-                bootstrap.collectively(group, lambda: self._probe_look(nonce))
-            bootstrap.collectively(group, lambda: _asking(lambda: self.reset(layout)))
+            if mpi.size > 1:
+                nonce = mpi.allgather(int.from_bytes(os.urandom(4), "little"))[0]
+                bootstrap.collectively(mpi, lambda: self._probe_stores(nonce))
+                mpi.barrier()
+                bootstrap.collectively(mpi, lambda: self._probe_look(nonce))
+            bootstrap.collectively(mpi, lambda: _asking(lambda: self.reset(layout)))
         except Exception:  # raised by all ranks or by none
             self._memory = None
             memory.close()
@@ -439,7 +438,7 @@ class CudaBackend:
         self._errors[:] = np.zeros(1, ERROR_DTYPE)
 
     def _probe_stores(self, nonce: int) -> None:
-        n = self._group.size
+        n = self._mpi.size
         lines = [
             f"#define FC_N {n}",
             f"#define FC_MAX_THREADS {MAX_THREADS}",
@@ -450,13 +449,13 @@ class CudaBackend:
         params = np.zeros(1, params_dtype(n))
         assert self._memory is not None
         params["slab"] = self._memory.addresses
-        params["in"], params["rank"], params["out"] = nonce, self._group.rank, PROBE_OFFSET
+        params["in"], params["rank"], params["out"] = nonce, self._mpi.rank, PROBE_OFFSET
         threads = -(-n // 32) * 32
         self.launch_once(kernel, LaunchShape(1, threads), params, 0)
         self.synchronize()
 
     def _probe_look(self, nonce: int) -> None:
-        n, rank = self._group.size, self._group.rank
+        n, rank = self._mpi.size, self._mpi.rank
         assert self._memory is not None
         cells = np.zeros((n, 4), np.uint32)
         _asking(lambda: self._fetch(cells, self._memory.own + PROBE_OFFSET))  # type: ignore[union-attr]
@@ -702,7 +701,7 @@ class CudaBackend:
     # ---- the rest ---------------------------------------------------------------------------------------------------
 
     def describe(self) -> dict[str, Any]:
-        own = self.devices[self._group.rank]
+        own = self.devices[self._mpi.rank]
         return {
             "backend": "cuda",
             "device": own.name,
@@ -733,13 +732,13 @@ class CudaBackend:
             memory.close()
 
 
-def _local_rank(group: Group) -> int:
-    """Number of this process on its machine, as the launcher counts; within `group` where it does not say."""
+def _local_rank(mpi: Group) -> int:
+    """Number of this process on its machine, as the launcher counts; within `mpi` where it does not say."""
     for name in ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PALS_LOCAL_RANKID", "SLURM_LOCALID", "LOCAL_RANK"):
         value = os.environ.get(name, "")
         if value.isdigit():
             return int(value)
-    return group.rank
+    return mpi.rank
 
 
 _warned = False
