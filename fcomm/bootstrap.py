@@ -5,17 +5,20 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
-
-from mpi4py import MPI
+from typing import TYPE_CHECKING, TypeVar
 
 from fcomm.cli import reader_is_gone
 from fcomm.errors import ArgumentError, DisagreementError, FcommError, NotAdmittedError, SetupError
+from fcomm.group import Group
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 T = TypeVar("T")
 
@@ -25,6 +28,8 @@ _LAUNCHER_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "M
 
 def check_world(mpi: MPI.Intracomm | None = None) -> None:
     """Raises `SetupError` where a launcher of one MPI runs the library of another: n worlds of one rank."""
+    from mpi4py import MPI
+
     world = MPI.COMM_WORLD if mpi is None else mpi
     if MPI.COMM_WORLD.size > 1:
         return
@@ -38,14 +43,19 @@ def check_world(mpi: MPI.Intracomm | None = None) -> None:
             )
 
 
-def check_node(mpi: MPI.Intracomm) -> None:
+def check_node(group: Group) -> None:
     """Raises `SetupError`, on all ranks, if they are not all on one machine."""
     unlink_library_segments()
-    node = mpi.Split_type(MPI.COMM_TYPE_SHARED)
-    size = node.size
-    node.Free()
-    if mpi.allreduce(size, MPI.MIN) != mpi.size:
-        raise SetupError(f"the {mpi.size} ranks are not all on one machine; flash-comm works within one server")
+    if len(set(group.allgather(_machine_id()))) != 1:
+        raise SetupError(f"the {group.size} ranks are not all on one machine; flash-comm works within one server")
+
+
+def _machine_id() -> str:
+    """What tells machines apart and containers of one machine not; the host's name where the kernel does not say."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        return socket.gethostname()
 
 
 def unlink_library_segments() -> None:
@@ -60,7 +70,7 @@ def unlink_library_segments() -> None:
             Path(name).unlink(missing_ok=True)
 
 
-def collectively(mpi: MPI.Intracomm, step: Callable[[], T]) -> T:
+def collectively(mpi: Group, step: Callable[[], T]) -> T:
     """Runs a step that may fail on some ranks; if it does, all ranks raise the first failing rank's error."""
     error: Exception | None = None
     result: T | None = None
@@ -79,7 +89,7 @@ def collectively(mpi: MPI.Intracomm, step: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]  # no rank failed, so this one has its result
 
 
-def agree(mpi: MPI.Intracomm, value: T, what: str) -> T:
+def agree(mpi: Group, value: T, what: str) -> T:
     """Raises `DisagreementError` on all ranks unless `value` is the same everywhere."""
     values = mpi.allgather(value)
     for rank, other in enumerate(values):
@@ -115,35 +125,44 @@ def run(main: Callable[[Sequence[str] | None], int], argv: Sequence[str] | None 
     except Exception:
         traceback.print_exc()
         code = 1
-    if MPI.Is_initialized() and not MPI.Is_finalized() and MPI.COMM_WORLD.size > 1:
+    if (world := _world()) is not None:
         sys.stderr.flush()
         sys.stdout.flush()
-        _leave_together(code)
+        _leave_together(world, code)
     return code
+
+
+def _world() -> MPI.Intracomm | None:
+    """MPI's world if this process is one of several ranks in it; importing mpi4py to find out would start MPI."""
+    module = sys.modules.get("mpi4py.MPI")
+    if module is None or not module.Is_initialized() or module.Is_finalized() or module.COMM_WORLD.size == 1:
+        return None
+    return module.COMM_WORLD
 
 
 def _say(line: str) -> None:
     """Prints a line once if all ranks came here, and from this rank if they did not."""
-    if not MPI.Is_initialized() or MPI.COMM_WORLD.size == 1 or not _together() or MPI.COMM_WORLD.rank == 0:
+    world = _world()
+    if world is None or not _together(world) or world.rank == 0:
         print(line, file=sys.stderr, flush=True)
 
 
 _met: bool | None = None
 
 
-def _together(seconds: float = 2.0) -> bool:
+def _together(world: MPI.Intracomm, seconds: float = 2.0) -> bool:
     """Whether all ranks come to this place within a short time; asked once."""
     global _met
     if _met is None:
-        request = MPI.COMM_WORLD.Ibarrier()
+        request = world.Ibarrier()
         end = time.monotonic() + seconds
         while not (_met := bool(request.Test())) and time.monotonic() < end:
             time.sleep(0.01)
     return bool(_met)
 
 
-def _leave_together(code: int) -> None:
+def _leave_together(world: MPI.Intracomm, code: int) -> None:
     """Ends all ranks: quietly if all came here, by MPI_Abort if some are still waiting elsewhere."""
-    if not _together():
+    if not _together(world):
         unlink_library_segments()
-        MPI.COMM_WORLD.Abort(code)
+        world.Abort(code)

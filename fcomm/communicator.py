@@ -9,7 +9,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from mpi4py import MPI
 from numpy.typing import NDArray
 
 from fcomm import bootstrap, models, settings
@@ -17,6 +16,7 @@ from fcomm.backends.base import Backend, LaunchShape, View
 from fcomm.dtypes import BYTES, REDUCIBLE, reducible
 from fcomm.errors import ArgumentError, ClosedError, DisagreementError, HangError, NotAdmittedError
 from fcomm.explanation import Explanation, explain
+from fcomm.group import Group, as_group, is_mpi
 from fcomm.layout import CALL_WORDS, ERROR_DTYPE, FIRST_CALL_WORD, V2_MAX_BLOCKS, SlabLayout, error_message
 from fcomm.protocols import CELL_BYTES, GpuShare, Protocol, protocols, shard_bytes
 from fcomm.selector import AUTO, Selector
@@ -24,6 +24,8 @@ from fcomm.sizes import format_size
 from fcomm.source import LAUNCHES, MAX_THREADS, Specialisation
 
 if TYPE_CHECKING:
+    from mpi4py import MPI
+
     from fcomm.cost_model import Model
 
 log = logging.getLogger("fcomm")
@@ -33,7 +35,7 @@ ALIGNMENT = 16
 """Bytes that arrays and messages are multiples of where the kernels' wide accesses can be used throughout."""
 
 
-def _make_backend(name: str, mpi: MPI.Intracomm) -> Backend:
+def _make_backend(name: str, mpi: Group, device: int | None) -> Backend:
     if name == "cpu":
         from fcomm.backends.cpu import CpuBackend
 
@@ -41,11 +43,11 @@ def _make_backend(name: str, mpi: MPI.Intracomm) -> Backend:
     if name == "cuda":
         from fcomm.backends.cuda import CudaBackend
 
-        return CudaBackend(mpi)
+        return CudaBackend(mpi, device)
     raise ArgumentError(f"there is no backend {name!r}; use auto, cuda or cpu")
 
 
-def resolve_backend(name: str, mpi: MPI.Intracomm) -> str:
+def resolve_backend(name: str, mpi: Group) -> str:
     """Which backend a name stands for. Collective: `auto` is cuda where every rank has a device, cpu where none has.
 
     A mixture is an `ArgumentError`.
@@ -208,8 +210,9 @@ class Communicator:
 
     Parameters
     ----------
-    mpi : mpi4py communicator
-        All its ranks construct together, on one machine. It is duplicated; the caller's stays as it was.
+    group : mpi4py communicator, process group of torch.distributed, or any object with `allgather(value)` and `barrier()`
+        All its ranks construct together, on one machine. An mpi4py communicator is duplicated; any other group is used as
+        it is, so between the ranks its other uses must be in one order with this communicator's collective steps.
     backend : {"auto", "cuda", "cpu"}
     max_bytes : int
         Message size that the slabs are made for. Larger messages are handled in pieces.
@@ -229,6 +232,8 @@ class Communicator:
     model : path or Model, optional
         Cost model that protocols are chosen by, the same on all ranks; "seed" for the coefficients of the package. Default:
         FCOMM_MODEL, else the one of this machine in the cache folder, else "seed".
+    device : int, optional
+        CUDA device of this rank; default: the current one if that is not the first, else one for each rank in turn.
 
     Raises
     ------
@@ -238,7 +243,7 @@ class Communicator:
 
     def __init__(
         self,
-        mpi: MPI.Intracomm,
+        group: Any,
         backend: str = "auto",
         max_bytes: int = 1 << 20,
         channels: int = 1,
@@ -246,14 +251,17 @@ class Communicator:
         timeout_s: float | None = None,
         dependent_launch: str = "none",
         model: str | Path | Model | None = None,
+        device: int | None = None,
     ) -> None:
-        bootstrap.check_world(mpi)
-        self.mpi: MPI.Intracomm = mpi.Dup()
+        self.group: Group = as_group(group)
+        if is_mpi(self.group):
+            bootstrap.check_world(self.group)
+            self.group = self.group.Dup()
         self._closed = True
         try:
-            self._construct(backend, max_bytes, channels, checked, timeout_s, dependent_launch, model)
+            self._construct(backend, max_bytes, channels, checked, timeout_s, dependent_launch, model, device)
         except BaseException:
-            self.mpi.Free()
+            self._free_group()
             raise
 
     def _construct(
@@ -265,8 +273,9 @@ class Communicator:
         timeout_s: float | None,
         dependent_launch: str,
         model: str | Path | Model | None,
+        device: int | None,
     ) -> None:
-        mpi = self.mpi
+        mpi = self.group
         self.rank, self.world_size = mpi.rank, mpi.size
 
         def local() -> tuple[SlabLayout, float, bool]:
@@ -285,7 +294,7 @@ class Communicator:
         bootstrap.agree(mpi, told, "backend, sizes and settings")
         bootstrap.check_node(mpi)
         name = resolve_backend(name, mpi)
-        made: Backend = bootstrap.collectively(mpi, lambda: _make_backend(name, mpi))
+        made: Backend = bootstrap.collectively(mpi, lambda: _make_backend(name, mpi, device))
         bootstrap.collectively(mpi, made.prepare)
         self.backend: Backend = made
         every: list[frozenset[str]] = mpi.allgather(made.capabilities)
@@ -301,12 +310,12 @@ class Communicator:
         self._errors = made.error_records()
         self._failed: str | None = None
         self._closed = False
-        mpi.Barrier()  # no one pushes before all slabs are cleared
+        mpi.barrier()  # no one pushes before all slabs are cleared
 
     def _select(self, model: models.Origin) -> None:
         """Chooses protocols by that model from now on."""
         self._model = model
-        launches = set(self.mpi.allgather(self.dependent_launch))
+        launches = set(self.group.allgather(self.dependent_launch))
         self.selector = Selector(
             self.layout,
             self.capabilities,
@@ -454,7 +463,7 @@ class Communicator:
         self.check()
         if self.checked:
             try:
-                bootstrap.agree(self.mpi, signature, "this call (collective, dtype, shape, op, protocol, channel)")
+                bootstrap.agree(self.group, signature, "this call (collective, dtype, shape, op, protocol, channel)")
             except DisagreementError as error:
                 raise DisagreementError(f"{error}; nothing was launched") from None
 
@@ -550,10 +559,10 @@ class Communicator:
         if self._closed:
             raise ClosedError("the communicator is closed")
         self.backend.synchronize()
-        self.mpi.Barrier()  # nobody's kernel pushes any more
+        self.group.barrier()  # nobody's kernel pushes any more
         self.backend.reset(self.layout)
         self._failed = None
-        self.mpi.Barrier()  # and nobody pushes before all are reset
+        self.group.barrier()  # and nobody pushes before all are reset
 
     def _check_open(self) -> None:
         if self._closed:
@@ -576,9 +585,13 @@ class Communicator:
             untold = error
         self.backend.close()
         self._plans.clear()
-        self.mpi.Free()
+        self._free_group()
         if untold is not None:
             raise untold
+
+    def _free_group(self) -> None:
+        if is_mpi(self.group):
+            self.group.Free()
 
     def __enter__(self) -> Communicator:
         return self
@@ -592,6 +605,15 @@ class Communicator:
             self.close()
 
     # ---- looking ----------------------------------------------------------------------------------------------------
+
+    @property
+    def mpi(self) -> MPI.Intracomm:
+        """The group, where it is an mpi4py communicator: measuring and calibrating need MPI's own operations."""
+        if not is_mpi(self.group):
+            raise ArgumentError(
+                "this communicator's ranks did not meet through MPI: construct it with an mpi4py communicator"
+            )
+        return self.group
 
     @property
     def model(self) -> Model:
@@ -608,7 +630,7 @@ class Communicator:
         as they are.
         """
         self._check_open()
-        self._select(models.agree(self.mpi, model, self.backend))
+        self._select(models.agree(self.group, model, self.backend))
 
     def admitted(self, dtype: str, collective: str = "all_reduce") -> dict[str, str | None]:
         """Every protocol of a collective: None where it may run here, else the reason why not."""

@@ -83,6 +83,17 @@ def view_torch(x: Any, device: int) -> View:
         raise _host(x) if where.type == "cpu" else ArgumentError(f"the tensor is on a {where.type} device, not on CUDA")
     if where.index != device:
         raise _wrong_device("tensor", where.index, device)
+    return _torch_view(x)
+
+
+def view_torch_host(x: Any) -> View:
+    """A PyTorch tensor in host memory as the cpu backend's kernels see it."""
+    if x.device.type != "cpu":
+        raise ArgumentError(f"the tensor is on {x.device}, but this communicator's backend is cpu: move it there first")
+    return _torch_view(x)
+
+
+def _torch_view(x: Any) -> View:
     count = x.numel()
     return View(
         x.data_ptr(), count * x.element_size(), count, dtype_name(x.dtype), tuple(x.shape), x.is_contiguous(), x

@@ -19,9 +19,8 @@ from fcomm.errors import ModelError
 from fcomm.source import source_hash
 
 if TYPE_CHECKING:  # nothing here starts MPI: `python -m fcomm explain` needs none
-    from mpi4py import MPI
-
     from fcomm.backends.base import Backend
+    from fcomm.group import Group
 
 log = logging.getLogger("fcomm")
 
@@ -102,7 +101,7 @@ def find(wanted: str | Path | Model | None, machine: Mapping[str, Any], world_si
     return Origin(model, _words(model, f"from {path}"))
 
 
-def agree(mpi: MPI.Intracomm, wanted: str | Path | Model | None, backend: Backend) -> Origin:
+def agree(mpi: Group, wanted: str | Path | Model | None, backend: Backend) -> Origin:
     """The model of all ranks. Collective; where one cannot have it or they differ, all raise the same error."""
     from fcomm import bootstrap, provenance
 

@@ -18,10 +18,9 @@ from fcomm.records import SCHEMA_VERSION
 from fcomm.source import source_hash
 
 if TYPE_CHECKING:
-    from mpi4py import MPI
-
     from fcomm import Communicator
     from fcomm.backends.base import Backend
+    from fcomm.group import Group
 
 PACKAGES = (
     "flash-comm", "cupy-cuda12x", "cupy-cuda13x", "mpi4py", "mpich", "ml_dtypes", "numpy", "pandas", "pyarrow", "scipy",
@@ -37,7 +36,7 @@ _MUST_MATCH = {
 }
 
 
-def machine(mpi: MPI.Intracomm, backend: Backend) -> dict[str, Any]:
+def machine(mpi: Group, backend: Backend) -> dict[str, Any]:
     """Facts about what the ranks run on, as plain JSON values. Collective; the same result on all ranks."""
     described = {key: _plain(value) for key, value in backend.describe().items()}
     every: list[tuple[str, dict[str, Any]]] = mpi.allgather((socket.gethostname(), described))
@@ -54,7 +53,7 @@ def machine(mpi: MPI.Intracomm, backend: Backend) -> dict[str, Any]:
         # Ranks that see the same device say it once.
         "devices": [d for k, d in enumerate(devices) if d not in devices[:k]],
     }
-    return mpi.bcast(facts)
+    return mpi.allgather(facts)[0]
 
 
 def collect(comm: Communicator, argv: Sequence[str] | None = None) -> dict[str, Any]:

@@ -491,7 +491,9 @@ def lock() -> None:
         frozen = subprocess.run(
             [python, "-m", "pip", "list", "--format", "freeze"], check=True, capture_output=True, text=True
         )
-    pins = [line for line in frozen.stdout.splitlines() if not re.match(r"(pip|setuptools|wheel)==", line)]
+    # Without the label of a build, such as torch's +cpu: which builds there are depends on the index.
+    lines = [line.partition("+")[0] for line in frozen.stdout.splitlines()]
+    pins = [line for line in lines if not re.match(r"(pip|wheel)==", line)]
     head = (
         [line for line in CONSTRAINTS.read_text().splitlines() if line.startswith("#")] if CONSTRAINTS.exists() else []
     )

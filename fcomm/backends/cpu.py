@@ -8,30 +8,33 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import mmap
 import os
 import platform
 import shutil
 import stat
 import subprocess
 import tempfile
+import uuid
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, TypeVar
 
 import numpy as np
 from filelock import FileLock
 from numpy.typing import NDArray
 
-from fcomm import settings
+from fcomm import bootstrap, interop, settings
 from fcomm.backends.base import LaunchShape, View, cpu_shape
 from fcomm.dtypes import REDUCIBLE
 from fcomm.errors import ArgumentError, SetupError
-from fcomm.layout import CONTROL_BYTES, CONTROL_DTYPE, ERROR_DTYPE, LINE, SlabLayout
+from fcomm.group import Group
+from fcomm.layout import CONTROL_BYTES, CONTROL_DTYPE, ERROR_DTYPE, SlabLayout
 from fcomm.source import MAX_THREADS, Specialisation
 
-if TYPE_CHECKING:  # the simulator builds kernels with what is here, where there may be no MPI
-    from mpi4py import MPI
+T = TypeVar("T")
 
 # -ffp-contract=off: a fused multiply-add would round once where the contract rounds twice. -O1 halves the time to build.
 FLAGS = (
@@ -159,15 +162,55 @@ class CpuKernel:
         return max(1, MAX_FIBERS // threads)
 
 
+SHARED_FOLDER = Path("/dev/shm")  # memory that processes share by name
+
+
+def share_memory(group: Group, nbytes: int) -> mmap.mmap:
+    """One piece of zeroed memory that all ranks map. Collective; it lasts while a rank has it mapped."""
+    path = SHARED_FOLDER / group.allgather(f"flash-comm-{uuid.uuid4().hex}")[0]
+
+    def make() -> None:
+        if group.rank != 0:
+            return
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, nbytes)  # too little room is an error here, and a signal at first use
+        finally:
+            os.close(descriptor)
+
+    def map_it() -> mmap.mmap:
+        descriptor = os.open(path, os.O_RDWR)
+        try:
+            return mmap.mmap(descriptor, nbytes)
+        finally:
+            os.close(descriptor)
+
+    def or_say(step: Callable[[], T]) -> T:
+        try:
+            return step()
+        except OSError as error:
+            raise SetupError(
+                f"the ranks cannot share {nbytes >> 20} MiB in {SHARED_FOLDER} ({error.strerror}): make room there (a container's "
+                "--shm-size), or use smaller max_bytes or fewer channels"
+            ) from None
+
+    try:
+        bootstrap.collectively(group, lambda: or_say(make))
+        return bootstrap.collectively(group, lambda: or_say(map_it))
+    finally:  # all have mapped it, or none will: a job that is killed leaves no name behind
+        if group.rank == 0:
+            path.unlink(missing_ok=True)
+
+
 class CpuBackend:
     """One rank of the cpu backend."""
 
     name = "cpu"
 
-    def __init__(self, mpi: MPI.Intracomm) -> None:
+    def __init__(self, mpi: Group) -> None:
         self._mpi = mpi
         self.capabilities = _capabilities()
-        self._window: MPI.Win | None = None
+        self._memory: mmap.mmap | None = None
         self._kernels: dict[tuple[str, str, int], CpuKernel] = {}
 
     def prepare(self) -> None:
@@ -176,19 +219,11 @@ class CpuBackend:
         _private_folder(settings.cache_dir() / "cpu")
 
     def allocate(self, layout: SlabLayout) -> list[int]:
-        from mpi4py import MPI
-
-        info = MPI.Info.Create()
-        info.Set("alloc_shared_noncontig", "true")
-        self._window = MPI.Win.Allocate_shared(layout.slab_bytes + LINE, 1, info=info, comm=self._mpi)
-        info.Free()
-        self._window.Lock_all(MPI.MODE_NOCHECK)
-        buffers = [self._window.Shared_query(r)[0] for r in range(self._mpi.size)]
-        # All ranks see the same pages, so a base rounded up to a line is the same place for all of them.
-        bases = [-(-b.address // LINE) * LINE for b in buffers]
-        own = buffers[self._mpi.rank]
-        start = bases[self._mpi.rank] - own.address
-        self._slab = np.frombuffer(memoryview(cast(Any, own)), dtype=np.uint8)[start : start + layout.slab_bytes]
+        mpi, stride = self._mpi, -(-layout.slab_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._memory = share_memory(mpi, mpi.size * stride)
+        every = np.frombuffer(self._memory, np.uint8)
+        bases = [every.ctypes.data + rank * stride for rank in range(mpi.size)]
+        self._slab = every[mpi.rank * stride :][: layout.slab_bytes]
         self._errors = np.zeros(layout.channels, ERROR_DTYPE)
         self.reset(layout)
         return bases
@@ -209,8 +244,6 @@ class CpuBackend:
         self._errors[:] = np.zeros(1, ERROR_DTYPE)
         self._channels = layout.channels
         self.write_control(layout.initial_control())
-        assert self._window is not None
-        self._window.Sync()
 
     def _control_words(self) -> NDArray[np.void]:
         return self._slab[: self._channels * CONTROL_BYTES].view(CONTROL_DTYPE)
@@ -248,14 +281,18 @@ class CpuBackend:
         ctypes.memmove(dst.address, src.address, src.nbytes)
 
     def view(self, x: Any) -> View:
+        if interop.is_torch(x):
+            return interop.view_torch_host(x)
         if not isinstance(x, np.ndarray):
-            raise ArgumentError(f"the cpu backend takes NumPy arrays, not {type(x).__name__}")
+            raise ArgumentError(f"the cpu backend takes NumPy arrays and PyTorch tensors, not {type(x).__name__}")
         return View(
             x.ctypes.data,
             x.nbytes, x.size, x.dtype.name, x.shape, x.flags.c_contiguous, x,
         )  # fmt: skip
 
     def empty_like(self, x: Any, shape: tuple[int, ...]) -> Any:
+        if interop.is_torch(x):
+            return interop.torch_module().empty(shape, dtype=x.dtype)
         return np.empty(shape, x.dtype)
 
     def empty(self, count: int, dtype: str) -> NDArray[Any]:
@@ -265,6 +302,10 @@ class CpuBackend:
         return x.copy()
 
     def to_host(self, x: Any) -> NDArray[Any]:
+        if interop.is_torch(x):  # by bytes: NumPy takes no bfloat16 from PyTorch
+            flat, name = x.detach().contiguous().reshape(-1), self.view(x).dtype
+            raw = np.array(flat.view(interop.torch_module().uint8))
+            return raw.view(REDUCIBLE[name].numpy if name in REDUCIBLE else np.dtype(name)).reshape(x.shape)
         return np.array(x)
 
     def stream(self, x: Any, stream: Any) -> Any:
@@ -291,9 +332,9 @@ class CpuBackend:
         }
 
     def close(self) -> None:
-        if self._window is None:
+        if self._memory is None:
             return
+        self._mpi.barrier()
+        # Unmapped when the last array on it is gone: a caller may still hold a view of the staging buffer.
         del self._slab
-        self._window.Unlock_all()
-        self._window.Free()  # collective: meets the other ranks, then unmaps and frees
-        self._window = None
+        self._memory = None

@@ -14,13 +14,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-from mpi4py import MPI
 from numpy.typing import NDArray
 
 from fcomm import bootstrap, interop, topology
 from fcomm.backends.base import LaunchShape, View, gpu_shape
 from fcomm.dtypes import REDUCIBLE
 from fcomm.errors import ArgumentError, DeviceError, FcommError, SetupError
+from fcomm.group import Group
 from fcomm.layout import CONTROL_BYTES, CONTROL_DTYPE, ERROR_DTYPE, SLAB_GRANULE, SlabLayout, params_dtype
 from fcomm.source import MAX_THREADS, OPTIONS, Specialisation, flatten
 
@@ -176,7 +176,7 @@ def _load(device: int, name: str, text: str) -> tuple[int, Any, int, int]:
 class SharedMemory:
     """One raw device allocation on every rank, mapped by all of them. Collective; never CuPy's pool, never moved."""
 
-    def __init__(self, mpi: MPI.Intracomm, device: int, nbytes: int) -> None:
+    def __init__(self, mpi: Group, device: int, nbytes: int) -> None:
         self._mpi, self._device = mpi, device
         self.nbytes = -(-nbytes // SLAB_GRANULE) * SLAB_GRANULE
         self.own = 0
@@ -251,7 +251,7 @@ class SharedMemory:
             _ignoring(lambda a=address: runtime.ipcCloseMemHandle(a))  # type: ignore[misc]
         own, self.own = self.own, 0
         if self.addresses or own or mapped or self._mpi.size > 1:
-            self._mpi.Barrier()
+            self._mpi.barrier()
         self.addresses = []
         if own:
             _ignoring(lambda: runtime.free(own))
@@ -308,7 +308,7 @@ class CudaBackend:
 
     name = "cuda"
 
-    def __init__(self, mpi: MPI.Intracomm) -> None:
+    def __init__(self, mpi: Group, device: int | None = None) -> None:
         if device_count() == 0:
             raise ArgumentError("the cuda backend needs an NVIDIA GPU, its driver and CuPy, and this rank finds no GPU")
         import cupy
@@ -318,7 +318,7 @@ class CudaBackend:
         self._runtime: Any = runtime
         self._mpi = mpi
         self._launch_kernel = driver.launchKernel
-        self.device = self._choose_device()
+        self.device = self._choose_device(device)
         _asking(lambda: runtime.setDevice(self.device))
         self._refuse_capture()
         _asking(lambda: runtime.free(0))  # makes the context, if there is none yet
@@ -332,8 +332,12 @@ class CudaBackend:
         self._last: list[int | None] = []
         self._asked = 0
 
-    def _choose_device(self) -> int:
-        """The device that the caller has made current, if it is not the first one; else one for each rank in turn."""
+    def _choose_device(self, wanted: int | None) -> int:
+        """The device that was asked for; else the one made current, if it is not the first; else one for each rank in turn."""
+        if wanted is not None:
+            if not 0 <= wanted < device_count():
+                raise ArgumentError(f"there is no CUDA device {wanted}: this rank sees {device_count()}")
+            return wanted
         current = int(_asking(self._runtime.getDevice))
         return current if current != 0 else _local_rank(self._mpi) % device_count()
 
@@ -414,9 +418,9 @@ class CudaBackend:
             bootstrap.collectively(mpi, lambda: self._make_errors(layout))
             self._memory = memory
             if mpi.size > 1:
-                nonce = mpi.bcast(int.from_bytes(os.urandom(4), "little") if mpi.rank == 0 else None)
+                nonce = mpi.allgather(int.from_bytes(os.urandom(4), "little"))[0]
                 bootstrap.collectively(mpi, lambda: self._probe_stores(nonce))
-                mpi.Barrier()
+                mpi.barrier()
                 bootstrap.collectively(mpi, lambda: self._probe_look(nonce))
             bootstrap.collectively(mpi, lambda: _asking(lambda: self.reset(layout)))
         except Exception:  # raised by all ranks or by none
@@ -728,9 +732,9 @@ class CudaBackend:
             memory.close()
 
 
-def _local_rank(mpi: MPI.Intracomm) -> int:
+def _local_rank(mpi: Group) -> int:
     """Number of this process on its machine, as the launcher counts; within `mpi` where it does not say."""
-    for name in ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PALS_LOCAL_RANKID", "SLURM_LOCALID"):
+    for name in ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PALS_LOCAL_RANKID", "SLURM_LOCALID", "LOCAL_RANK"):
         value = os.environ.get(name, "")
         if value.isdigit():
             return int(value)

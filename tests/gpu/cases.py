@@ -240,6 +240,13 @@ def arrays_of_other_libraries(comm: fcomm.Communicator) -> None:
         comm.all_reduce(np.ones(3, np.float32))
 
 
+def as_tensor(host: NDArray[Any], device: Any) -> Any:
+    """A NumPy array's bits as a tensor on a device; NumPy and PyTorch know no bfloat16 of one another."""
+    import torch
+
+    return torch.from_numpy(host.view(np.uint8).copy()).to(device).view(getattr(torch, host.dtype.name))
+
+
 @case
 def torch_tensors(comm: fcomm.Communicator) -> None:
     try:
@@ -250,13 +257,11 @@ def torch_tensors(comm: fcomm.Communicator) -> None:
         return
     backend: Any = comm.backend
     here = torch.device("cuda", backend.device)
-    kinds = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "int32": torch.int32}
 
     def tensor(host: NDArray[Any]) -> Any:
-        raw = torch.from_numpy(host.view(np.uint8).copy()).to(here)
-        return raw.view(kinds[host.dtype.name])
+        return as_tensor(host, here)
 
-    for k, dtype in enumerate(kinds):
+    for k, dtype in enumerate(REDUCIBLE):
         for count in (1, 8, 1001):
             xs = data(comm, (43, k, count), count, dtype)
             x = tensor(xs[comm.rank])
@@ -290,6 +295,98 @@ def torch_tensors(comm: fcomm.Communicator) -> None:
         comm.check()
         expect(comm, y, xs, "torch graph, first call")
         expect(comm, z, [checks.reduce_reference(xs)] * comm.world_size, "torch graph, second call")
+
+
+@case
+def serving_engines_all_reduce(comm: fcomm.Communicator) -> None:
+    try:
+        import torch
+    except ImportError:
+        if comm.rank == 0:
+            print("# torch is not installed: serving_engines_all_reduce has nothing to do", flush=True)
+        return
+    from fcomm.torch import CustomAllReduce
+
+    backend: Any = comm.backend
+    here = torch.device("cuda", backend.device)
+    reducer = CustomAllReduce(comm.mpi, here, max_size=1 << 16, timeout_s=15)
+    if comm.world_size == 1:
+        assert reducer.disabled
+        return
+    assert not reducer.disabled, reducer.reason
+    # Streams in turn, and nobody waits in between: the class does.
+    streams, made = [torch.cuda.current_stream(), torch.cuda.Stream()], []
+    for k in range(10):
+        xs = data(comm, (57, k), 3000, "bfloat16")
+        x = as_tensor(xs[comm.rank], here)
+        torch.cuda.current_stream().synchronize()
+        with torch.cuda.stream(streams[k % 2]):
+            made.append((xs, x, reducer.custom_all_reduce(x)))
+    torch.cuda.synchronize()
+    for k, (xs, _, y) in enumerate(made):
+        expect(comm, y, xs, f"eager call {k}, streams in turn")
+    # What it does not take.
+    for bad, words in (
+        (x.cpu(), "on cpu"),
+        (x.view(60, 50).t(), "not contiguous"),
+        (x.repeat(11), "max_size is 64 KiB"),
+    ):
+        assert reducer.custom_all_reduce(bad) is None
+        with refused(words):
+            reducer.all_reduce(bad)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        assert reducer.custom_all_reduce(x) is None
+        with refused(f"outside of {reducer.name}.capture()"):
+            reducer.all_reduce(x)
+        y = x + x  # the capture has survived it
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(y.view(torch.int16), (x + x).view(torch.int16))
+    # Graphs, between eager calls.
+    graph = torch.cuda.CUDAGraph()
+    with reducer.capture():
+        reducer.custom_all_reduce(x)
+        with torch.cuda.graph(graph):
+            y = reducer.custom_all_reduce(x)
+            z = torch.ops.fcomm.all_reduce(y, reducer.name)
+    for k in range(5):
+        xs = data(comm, (58, k), 3000, "bfloat16")
+        x.copy_(as_tensor(xs[comm.rank], here))
+        graph.replay()
+        eager = reducer.custom_all_reduce(x)
+        torch.cuda.synchronize()
+        reducer.comm.check()
+        expect(comm, y, xs, f"replay {k}")
+        expect(comm, z, [checks.reduce_reference(xs)] * comm.world_size, f"replay {k}, through the operator")
+        expect(comm, eager, xs, f"eager after replay {k}")
+    other = torch.cuda.CUDAGraph()
+    with refused("captured different all-reduces", "call 0"), reducer.capture(), torch.cuda.graph(other):
+        reducer.all_reduce(x if comm.rank == 0 else x.view(2, 1500))
+    reducer.close()
+    with refused("there is no CUDA device 99"):
+        fcomm.Communicator(comm.mpi, backend="cuda", device=99)
+
+
+@case
+def the_torch_operator_and_its_example(comm: fcomm.Communicator) -> None:
+    try:
+        import torch
+    except ImportError:
+        if comm.rank == 0:
+            print("# torch is not installed: the_torch_operator_and_its_example has nothing to do", flush=True)
+        return
+    from experiments import serving
+    from fcomm.torch import CustomAllReduce
+
+    backend: Any = comm.backend
+    here = torch.device("cuda", backend.device)
+    reducer = CustomAllReduce(comm.mpi, here, timeout_s=15)
+    x = torch.full((3, 40), 1.0 + comm.rank, dtype=torch.bfloat16, device=here)
+    found = torch.library.opcheck(torch.ops.fcomm.all_reduce.default, (x, reducer.name))
+    assert set(found.values()) == {"SUCCESS"}, found
+    reducer.close()
+    assert serving.main(["--device", "cuda"]) == 0
 
 
 # ---- graphs ---------------------------------------------------------------------------------------------------------

@@ -32,7 +32,11 @@ TABLE_LIMIT_S = 150
 SOME_DTYPES = ["float32", "bfloat16"]
 """Among more than two ranks; all among two. Each kernel of each type has to be compiled."""
 ATTEMPTS = 4
-ONCE = {"no_memory_left_is_one_sentence", "a_hang_under_dependent_launch_is_named"} | {
+ONCE = {
+    "no_memory_left_is_one_sentence",
+    "a_hang_under_dependent_launch_is_named",
+    "the_torch_operator_and_its_example",
+} | {
     function.__name__
     for function in (
         ranks.models_that_do_not_fit_are_refused_on_all_ranks,

@@ -18,6 +18,8 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).resolve().parents[2]
 # What conda provides and pip does not know or need not be told.
 CONDA_ONLY = {"python", "pip", "make", "cxx-compiler"}
+# Names that conda has for PyPI's.
+CONDA_NAMES = {"pytorch": "torch"}
 # Names that only PyPI has.
 PYPI_ONLY = re.compile(r"cupy-cuda12x|nvidia-.*")
 
@@ -54,7 +56,7 @@ def pins() -> dict[str, str]:
 def test_environment_yml_has_the_names_and_bounds_of_pyproject() -> None:
     conda, pip = environment_bounds()
     assert not conda.keys() & pip.keys()
-    in_environment = {name: bounds for name, bounds in (conda | pip).items() if name not in CONDA_ONLY}
+    in_environment = {CONDA_NAMES.get(n, n): bounds for n, bounds in (conda | pip).items() if n not in CONDA_ONLY}
     assert in_environment == pyproject_bounds()
 
 
