@@ -23,7 +23,7 @@ from typing import Any
 
 from fcomm.errors import ArgumentError, SetupError
 from fcomm.protocols import Protocol
-from fcomm.source import MAX_THREADS, OPTIONS, Specialisation, kernel_root
+from fcomm.source import MAX_THREADS, OPTIONS, Specialisation
 
 CUPY_ADDS = ("-ftz=true", "--device-as-default-execution-space")
 """Options that CuPy puts behind those of the cuda backend, whether one likes it or not. The first contradicts ours and
@@ -641,19 +641,11 @@ def _sites(protocol: Protocol, n: int) -> list[tuple[int, int]]:
     """For each phase: stores of cells where it pushes, and loads of cells where it looks for what was pushed.
 
     A thread that has something for all peers pushes it to all at once, and one that adds takes all ranks' cells at once,
-    its own rank's predicated off. Where a peer gets, or is the source of, a cell of its own, a thread has a batch of those,
-    and before the batches that it pushes a single one.
+    its own rank's predicated off. Where a peer gets, or is the source of, a cell of its own, a thread has one at a time.
     """
-    phases, batch = protocol.algorithm.phases, _batch_cells()
-    return [(1 + batch if p == "shard" and k == 0 else n - 1, batch if k > 0 else n) for k, p in enumerate(phases)]
-
-
-@cache
-def _batch_cells() -> int:
-    """Cells of a batch, which algo/shards.cuh decides."""
-    found = re.search(r"\bkBatch = (\d+);", (kernel_root() / "algo" / "shards.cuh").read_text())
-    assert found is not None
-    return int(found[1])
+    return [
+        (1 if p == "shard" and k == 0 else n - 1, 1 if k > 0 else n) for k, p in enumerate(protocol.algorithm.phases)
+    ]
 
 
 CELL_WIDTH, WORD_WIDTH = 16, 4

@@ -154,7 +154,8 @@ class Algorithm:
     wide_ranks: int = 0
     """... unless no more ranks than this take part: then for 1,024, since 64 registers do without spilling."""
     wide_ranks_of_lines: int | None = None
-    """The same where a unit is several lanes' line, if that takes more registers."""
+    wide_ranks_of_sentinels: int | None = None
+    """The same where a unit is several lanes' line, resp. where slots are set back, if that takes more registers."""
     in_place_staging: bool = False
     """The result may lie in the staging buffer itself."""
     forms: Callable[[int, int, str], str] | None = None
@@ -222,9 +223,13 @@ class Protocol:
     def max_threads(self, world_size: int) -> int:
         """Threads per block that its kernel is compiled for; what sets the registers that a thread may use."""
         plain = len({e.name for e in self.encodings}) == 1 and not any(e.max_chunks for e in self.encodings)
-        limit, of_lines = self.algorithm.wide_ranks, self.algorithm.wide_ranks_of_lines
+        limit, of_lines, of_sentinels = (
+            self.algorithm.wide_ranks, self.algorithm.wide_ranks_of_lines, self.algorithm.wide_ranks_of_sentinels,
+        )  # fmt: skip
         if of_lines is not None and any(e.unit_bytes > e.access_bytes for e in self.encodings):
             limit = of_lines
+        if of_sentinels is not None and any(e.rearm_bytes_per_cell for e in self.encodings):
+            limit = of_sentinels
         wide = plain and world_size <= limit
         return WIDE_THREADS if wide else self.algorithm.max_threads
 
@@ -339,9 +344,9 @@ ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
         a.name: a
         for a in (
             Algorithm("one_shot", "all_reduce", "one_shot", "algo/one_shot.cuh", ("whole",), wide_ranks=8),
-            Algorithm("two_shot", "all_reduce", "two_shot", "algo/two_shot.cuh", ("shard", "shard"), wide_ranks=5, wide_ranks_of_lines=3),
+            Algorithm("two_shot", "all_reduce", "two_shot", "algo/two_shot.cuh", ("shard", "shard"), wide_ranks=8, wide_ranks_of_lines=4, wide_ranks_of_sentinels=7),
             Algorithm("all_gather", "all_gather", "all_gather", "algo/all_gather.cuh", ("whole",), moves_bytes=True, wide_ranks=8),
-            Algorithm("reduce_scatter", "reduce_scatter", "reduce_scatter", "algo/reduce_scatter.cuh", ("shard",), wide_ranks=5),
+            Algorithm("reduce_scatter", "reduce_scatter", "reduce_scatter", "algo/reduce_scatter.cuh", ("shard",), wide_ranks=7, wide_ranks_of_lines=3),
             Algorithm(
                 "barrier.one_shot", "all_reduce", "barrier_one_shot", "baseline/barrier.cuh", ("whole",),
                 encoded=False, baseline=True, regions=("staging", "barrier_flags"), extra_rounds=2, grid=_VLLM_GRID,

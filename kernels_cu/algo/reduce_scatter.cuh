@@ -13,10 +13,11 @@ FC_DEVICE void reduce_scatter(const Params& p) {
   Slots<Wire, false> slots(p, p.region[0], 0);
   const u32 cells = cells_of<Wire>(p.part);
   Tiles tiles(cells, chunk_cells<Wire>(cells));
-  const Batch<Wire, 1> first(p, shards, tiles, tiles.first_item());
+  const Piece first = piece<Wire>(p, shards, tiles, tiles.first_item());
   launch_wait();
   Payload v = {{0, 0, 0, 0}};
-  first.template load<T>(p.in, &v);  // before the epoch: the compiler waits for that at once
+  // Before the epoch: the compiler waits for that as soon as it was asked for.
+  if (first.there) v = shards.load<Wire, T>(p.in, first.peer, first.cell);
   const Turn<Wire> turn(p);
   if (turn.poisoned()) return;
   slots.begin(turn);

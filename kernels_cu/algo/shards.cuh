@@ -43,78 +43,41 @@ class Shards {
   u64 rest_;
 };
 
-// Some of a thread's cells of the peers' parts in a tile: all of them are asked for before one is waited for. Which they are
-// is worked out once for all that is done with them, since a small message takes as long as the instructions for it.
-template <class Wire, u32 kCells>
-class Batch {
- public:
-  FC_DEVICE Batch(const Params& p, const Shards& shards, const Tiles& tile, u32 from)
-      : p_(p), shards_(shards), tile_(tile), at_(from) {
-    locate();
-  }
-  FC_DEVICE bool more() const { return at_ < tile_.items(); }
-  FC_DEVICE void next() {
-    at_ += kCells * tile_.stride();
-    locate();
-  }
-
-  // Calls f(k, peer, cell) for the k-th cell of these, where there is one.
-  template <class F>
-  FC_DEVICE void each(const F& f) const {
-#pragma unroll
-    for (u32 k = 0; k < kCells; k++) {
-      const u32 behind = which_[k] >> kCellBits;
-      if (behind != 0) {
-        f(k, p_.rank + behind < FC_N ? p_.rank + behind : p_.rank + behind - FC_N, which_[k] & kCellMask);
-      }
-    }
-  }
-  template <class T>
-  FC_DEVICE void load(u64 message, Payload* v) const {
-    each([&](u32 k, u32 peer, u32 cell) { v[k] = shards_.load<Wire, T>(message, peer, cell); });
-  }
-
- private:
-  static constexpr u32 kCellBits = 28, kCellMask = (1u << kCellBits) - 1;  // slots are smaller than 4 GiB
-  static_assert(FC_N <= 16, "the rank has the four bits that are left");
-
-  FC_DEVICE void locate() {
-#pragma unroll
-    for (u32 k = 0; k < kCells; k++) which_[k] = 0;
-#pragma unroll
-    for (u32 k = 0; k < kCells; k++) {
-      const u32 v = at_ + k * tile_.stride();
-      if (v >= tile_.items()) break;
-      const Item i = tile_.item(v);
-      const u32 peer = p_.rank + i.behind < FC_N ? p_.rank + i.behind : p_.rank + i.behind - FC_N;
-      if (i.cell < tile_.end() && i.cell < shards_.cells<Wire>(peer)) which_[k] = i.behind << kCellBits | i.cell;
-    }
-#pragma unroll
-    for (u32 k = 0; k < kCells; k++) which_[k] = pinned(which_[k]);
-  }
-
-  const Params& p_;
-  const Shards& shards_;
-  const Tiles& tile_;
-  u32 at_, which_[kCells];
+// One of a thread's cells of the peers' parts, if it is there.
+struct Piece {
+  u32 peer, cell;
+  bool there;
 };
 
-constexpr u32 kBatch = 4;
+template <class Wire>
+FC_DEVICE Piece piece(const Params& p, const Shards& shards, const Tiles& tile, u32 v) {
+  const Item i = tile.item(v);
+  const u32 peer = p.rank + i.behind < FC_N ? p.rank + i.behind : p.rank + i.behind - FC_N;
+  return Piece{peer, i.cell, v < tile.items() && i.cell < tile.end() && i.cell < shards.cells<Wire>(peer)};
+}
 
-// Pushes to each peer its part of my input. `first` is the thread's first cell, which was loaded to `v` while the epoch was
+// Pushes to each peer its part of my input. `first` is the thread's first piece, which was loaded to `v` while the epoch was
 // on its way; small messages have no more.
 template <class Wire, class T>
 FC_DEVICE void scatter(const Params& p, const Shards& shards, const Slots<Wire, false>& slots, const Tiles& tiles,
-                       const Batch<Wire, 1>& first, Payload v) {
-  first.each([&](u32, u32 peer, u32 cell) { slots.push_to(peer, cell, v); });
-  u32 done = tiles.stride();
+                       Piece first, Payload v) {
+  Piece now = first;
   for (Tiles tile = tiles; tile.more(); tile.next()) {
-    for (Batch<Wire, kBatch> batch(p, shards, tile, tile.first_item() + done); batch.more(); batch.next()) {
-      Payload more[kBatch];
-      batch.template load<T>(p.in, more);
-      batch.each([&](u32 k, u32 peer, u32 cell) { slots.push_to(peer, cell, more[k]); });
+    u32 at = tile.first_item();
+    if (tile.index() != tiles.index()) {
+      now = piece<Wire>(p, shards, tile, at);
+      if (now.there) v = shards.load<Wire, T>(p.in, now.peer, now.cell);
     }
-    done = 0;
+#pragma unroll 1
+    while (at < tile.items()) {
+      at += tile.stride();
+      const Piece next = piece<Wire>(p, shards, tile, at);
+      Payload ahead = {{0, 0, 0, 0}};
+      if (next.there) ahead = shards.load<Wire, T>(p.in, next.peer, next.cell);  // on its way while this one is pushed
+      if (now.there) slots.push_to(now.peer, now.cell, v);
+      now = next;
+      v = ahead;
+    }
     slots.publish(tile.index(), shards.peers_with<Wire>(tile.base()));
   }
 }

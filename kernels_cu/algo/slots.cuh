@@ -179,7 +179,7 @@ class Slots {
     const u64 at = g.offset + half * g.half_stride;
     mine_ = pinned(p.slab[p.rank] + at);
     in_theirs_ = pinned(at + p.rank * g.slot_stride);
-    between_ = pinned(u32(g.slot_stride));
+    between_ = kAddressesFirst ? pinned(u32(g.slot_stride)) : u32(g.slot_stride);
 #pragma unroll
     for (u32 j = 1; kAddressesFirst && j < FC_N; j++) theirs_[j] = pinned(p.slab[behind(j)] + in_theirs_);
   }
@@ -247,46 +247,19 @@ class Slots {
     return true;
   }
 
-  // The same for up to kMost cells of any peers: each(f) calls f(k, peer, cell) for those that go to got[k].
-  template <u32 kMost, class Each>
-  FC_DEVICE bool take_each(const Each& each, Cell* got) const {
-    const Cell* at[kMost];  // worked out once, not in every round of polling
-    u32 missing = 0;
-    each([&](u32 k, u32 peer, u32 cell) {
-      at[k] = reinterpret_cast<const Cell*>(pinned(from(peer) + inside(cell)));
-      missing |= 1u << k;
-    });
-    const u32 wanted = missing;
+  // The same for one cell of one peer.
+  FC_DEVICE bool take_from(u32 peer, u32 cell, Cell* got) const {
+    const Cell* at = reinterpret_cast<const Cell*>(pinned(from(peer) + inside(cell)));
     Wait wait;
     while (true) {
-#pragma unroll
-      for (u32 k = 0; k < kMost; k++) {
-        if (missing >> k & 1u) got[k] = Wire::look(at[k]);
-      }
-#pragma unroll
-      for (u32 k = 0; k < kMost; k++) {
-        if ((missing >> k & 1u) && Wire::ready(got[k], e_)) missing &= ~(1u << k);
-      }
-      if (Wire::kChunked || missing == 0) break;
+      *got = Wire::look(at);
+      if (Wire::kChunked || Wire::ready(*got, e_)) break;
       if (!Wire::all_agree(wait.again(p_))) {
-        u32 who = 0, where = 0;
-        Cell seen = {{0, 0, 0, 0}};
-        each([&](u32 k, u32 peer, u32 cell) {
-          if ((missing >> k & 1u) == 0) return;
-          who = peer;
-          where = cell;
-          seen = got[k];
-        });
-        report_expired(p_, e_, who, where, seen);
+        report_expired(p_, e_, peer, cell, *got);
         return false;
       }
     }
-    if (Wire::kSecondLook) {
-#pragma unroll
-      for (u32 k = 0; k < kMost; k++) {
-        if (wanted >> k & 1u) got[k] = Wire::look(at[k]);
-      }
-    }
+    if (Wire::kSecondLook) *got = Wire::look(at);
     return true;
   }
 

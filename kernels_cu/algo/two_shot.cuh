@@ -36,18 +36,17 @@ FC_DEVICE void two_shot(const Params& p) {
   static_assert(kSameSpans || (!Wire1::kChunked && !Wire2::kChunked), "a chunk is the tile of one encoding");
   const Shards shards(p);
   Slots<Wire1, false> slots1(p, p.region[0], 0);
-  Slots<Wire2, false> slots2(p, p.region[1], 1);
   const u32 cells1 = cells_of<Wire1>(p.part), cells2 = cells_of<Wire2>(p.part), own_cells = shards.cells<Wire1>(p.rank);
   const Tiles tiles1(cells1, kSameSpans ? chunk_cells<Wire1>(cells1) : tile_cells<Wire1>());
   const Tiles tiles2(cells2, kSameSpans ? chunk_cells<Wire2>(cells2) : tile_cells<Wire2>());
-  const Batch<Wire1, 1> first(p, shards, tiles1, tiles1.first_item());
+  const Piece first = piece<Wire1>(p, shards, tiles1, tiles1.first_item());
   launch_wait();
   Payload v = {{0, 0, 0, 0}};
-  first.template load<T>(p.in, &v);  // before the epoch: the compiler waits for that at once
+  // Before the epoch: the compiler waits for that as soon as it was asked for.
+  if (first.there) v = shards.load<Wire1, T>(p.in, first.peer, first.cell);
   const Turns<Wire1, Wire2> turns(p);
   if (turns.first().poisoned()) return;
   slots1.begin(turns.first());
-  slots2.begin(turns.second());
 
   scatter<Wire1, T>(p, shards, slots1, tiles1, first, v);
 
@@ -58,6 +57,9 @@ FC_DEVICE void two_shot(const Params& p) {
   scrub(p, turns.first().epoch(), [&](u64 at) {
     return receives<Wire1>(p.region[0], at, own_cells, 0) || receives<Wire2>(p.region[1], at, 0, cells2);
   });
+
+  Slots<Wire2, false> slots2(p, p.region[1], 1);  // here and not above: there its registers would be in the way
+  slots2.begin(turns.second());
 
   // My part: take, add, keep, send on.
   for (Tiles t = tiles1; t.more() && t.base() < own_cells; t.next()) {
@@ -88,10 +90,13 @@ FC_DEVICE void two_shot(const Params& p) {
   // The others' parts, already added.
   for (Tiles t = tiles2; t.more(); t.next()) {
     if (!slots2.await(t.index(), shards.peers_with<Wire2>(t.base()))) return;
-    for (Batch<Wire2, kBatch> batch(p, shards, t, t.first_item()); batch.more(); batch.next()) {
-      Cell got[kBatch];
-      if (!slots2.template take_each<kBatch>([&](const auto& f) { batch.each(f); }, got)) return;
-      batch.each([&](u32 k, u32 peer, u32 cell) { shards.store<Wire2, T>(p.out, peer, cell, Wire2::payload(got[k])); });
+#pragma unroll 1
+    for (u32 at = t.first_item(); at < t.items(); at += t.stride()) {
+      const Piece theirs = piece<Wire2>(p, shards, t, at);
+      if (!theirs.there) continue;
+      Cell got;
+      if (!slots2.take_from(theirs.peer, theirs.cell, &got)) return;
+      shards.store<Wire2, T>(p.out, theirs.peer, theirs.cell, Wire2::payload(got));
     }
   }
   late_trigger();
