@@ -27,7 +27,7 @@ from fcomm.cli import Parser
 from fcomm.communicator import resolve_backend
 from fcomm.cost_model import Model
 from fcomm.dtypes import reducible
-from fcomm.errors import ArgumentError, ModelError, SetupError
+from fcomm.errors import ArgumentError, SetupError
 from fcomm.layout import SlabLayout
 from fcomm.protocols import protocols
 from fcomm.selector import Selector
@@ -130,17 +130,9 @@ def calibrate(world: MPI.Intracomm, wanted: Request, started_s: float, out: Path
         return on_root(world, fit)
 
 
-def save(model: Model) -> tuple[Path, str | None]:
-    """Keeps a model where communicators of this machine find it. Returns the path, and what was said of the one before."""
-    path = cost_model.model_path(model.machine)
-    before = None
-    try:
-        old = cost_model.find(model.machine)
-    except ModelError:
-        old = None
-    if old is not None and set(old.ranks) - set(model.ranks):
-        before = f"it replaces one that was fitted to {_listed(old.ranks)} ranks"
-    return model.save(path), before
+def save(model: Model) -> Path:
+    """Keeps a model where communicators of this machine find it, beside those of other rank counts; returns the path."""
+    return model.save(cost_model.model_path(model.machine, model.ranks))
 
 
 def _listed(numbers: Sequence[int]) -> str:
@@ -243,9 +235,8 @@ def _keep(model: Model, in_cache: bool, path: Path | None) -> list[str]:
             f"{model.save(path)} has the model: name it in FCOMM_MODEL, or in fcomm.Communicator(..., model=...)"
         )
     if in_cache:
-        kept, before = save(model)
         said.append(
-            f"{kept} has the model: communicators of this machine find it there{f'; {before}' if before else ''}"
+            f"{save(model)} has the model: communicators of this machine with {_listed(model.ranks)} ranks find it there"
         )
     return said or ["not kept: --save puts it where communicators of this machine look, --model FILE into a file"]
 

@@ -284,7 +284,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{folder}/ has {', '.join(kept)}")
     if args.save:
         print(
-            f"saved as {outcome.model.save(model_path(outcome.model.machine))}, where selection on this machine finds it"
+            f"saved as {outcome.model.save(model_path(outcome.model.machine, outcome.model.ranks))}, where selection on this machine finds it"
         )
     return 0
 

@@ -18,10 +18,10 @@ from fcomm.errors import ArgumentError, ClosedError, DisagreementError, HangErro
 from fcomm.explanation import Explanation, explain
 from fcomm.group import Group, as_group, is_mpi
 from fcomm.layout import CALL_WORDS, ERROR_DTYPE, FIRST_CALL_WORD, V2_MAX_BLOCKS, SlabLayout, error_message
-from fcomm.protocols import CELL_BYTES, GpuShare, Protocol, protocols, shard_bytes
+from fcomm.protocols import CELL_BYTES, GpuShare, Protocol, hold, let_go, protocols, shard_bytes
 from fcomm.selector import AUTO, Selector
 from fcomm.sizes import format_size
-from fcomm.source import LAUNCHES, MAX_THREADS, Specialisation
+from fcomm.source import LAUNCHES, MAX_THREADS, Specialisation, sources
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -289,9 +289,12 @@ class Communicator:
 
         self.layout, self.timeout_s, self.checked = bootstrap.collectively(mpi, local)
         name = bootstrap.collectively(mpi, lambda: backend if backend != "auto" else settings.backend())
-        self._forced, self._plain = settings.protocol(), settings.plain()
+        self._forced, self._plain = bootstrap.collectively(mpi, lambda: (settings.protocol(), settings.plain()))
         told = (name, max_bytes, channels, self.checked, self._forced, self._plain, dependent_launch)
         bootstrap.agree(mpi, told, "backend, sizes and settings")
+        bootstrap.agree(
+            mpi, bootstrap.collectively(mpi, sources), "the kernels (hash of their sources, registered encodings)"
+        )
         bootstrap.check_node(mpi)
         name = resolve_backend(name, mpi)
         made: Backend = bootstrap.collectively(mpi, lambda: _make_backend(name, mpi, device))
@@ -310,6 +313,7 @@ class Communicator:
         self._errors = made.error_records()
         self._failed: str | None = None
         self._closed = False
+        hold(self)
         mpi.barrier()  # no one pushes before all slabs are cleared
 
     def _select(self, model: models.Origin) -> None:
@@ -576,6 +580,7 @@ class Communicator:
         if self._closed:
             return
         self._closed = True
+        let_go(self)
         self.backend.synchronize()
         untold: HangError | None = None
         try:
