@@ -20,8 +20,8 @@ from experiments.fitting import Floats, Table, fit, predictions
 from experiments.judging import summary
 from fcomm import bootstrap
 from fcomm.cli import Parser
-from fcomm.cost_model import default_shape
 from fcomm.errors import RecordError
+from fcomm.grids import default_shape
 from fcomm.protocols import GpuShare, protocols
 
 if TYPE_CHECKING:

@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import Any
 
 from fcomm import settings
-from fcomm.backends.base import cpu_shape, gpu_shape
 from fcomm.errors import ModelError
+from fcomm.grids import default_shape
 from fcomm.layout import SlabLayout
-from fcomm.protocols import CELL_BYTES, MAX_THREADS, GpuShare, Protocol, derived, protocols, shard_bytes
+from fcomm.protocols import CELL_BYTES, GpuShare, Protocol, derived, protocols, shard_bytes
 
 SCHEMA = 1
 """Version of a model's file; it changes when a coefficient or a count changes its meaning."""
@@ -143,41 +143,6 @@ def _work(name: str, nbytes: int, world_size: int, shape: tuple[int, int]) -> Wo
         rearm_mib=rearm / MIB,
         local_mib=nbytes * outputs_and_input(protocol, n) / MIB,
     )
-
-
-def default_shape(protocol: Protocol, nbytes: int, world_size: int, gpu: GpuShare | None) -> tuple[int, int]:
-    """Blocks and threads that the communicator launches where nobody asks for others, before they are clamped to residency.
-
-    gpu : the rank's share; None for the cpu backend.
-    """
-    return _default_shape(protocol.name, nbytes, world_size, gpu)
-
-
-@derived
-@lru_cache(maxsize=1 << 16)
-def _default_shape(name: str, nbytes: int, world_size: int, gpu: GpuShare | None) -> tuple[int, int]:
-    protocol = protocols()[name]
-    sharded = "shard" in protocol.algorithm.phases
-    size = nbytes
-    if sharded:
-        size = nbytes // world_size if protocol.collective == "reduce_scatter" else shard_bytes(nbytes, world_size)
-    rule = protocol.algorithm.grid
-    cells = -(-size // CELL_BYTES)
-    if rule is not None and gpu is not None:
-        return rule.shape(cells, gpu)
-    encoding = protocol.encodings[0] if protocol.encodings else None
-    if rule is not None and rule.fixed:
-        cells = 1 << 30
-    elif encoding is not None:
-        cells = encoding.cells(size) * (world_size if sharded else 1)
-    if gpu is None:
-        shape = cpu_shape(cells)
-    else:
-        most = MAX_THREADS if sharded or encoding is None else protocol.max_threads(world_size)
-        shape = gpu_shape(cells, gpu.sms, most, sharded)
-    if encoding is not None and encoding.max_chunks:
-        return max(1, encoding.chunks(size)), shape.threads
-    return shape.blocks, shape.threads
 
 
 @derived

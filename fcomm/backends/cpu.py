@@ -27,12 +27,12 @@ from filelock import FileLock
 from numpy.typing import NDArray
 
 from fcomm import bootstrap, interop, settings
-from fcomm.backends.base import LaunchShape, View, cpu_shape
+from fcomm.backends.base import LaunchShape, View
 from fcomm.dtypes import REDUCIBLE
 from fcomm.errors import ArgumentError, SetupError
 from fcomm.group import Group
 from fcomm.layout import CONTROL_BYTES, CONTROL_DTYPE, ERROR_DTYPE, SlabLayout
-from fcomm.source import MAX_THREADS, Specialisation
+from fcomm.source import Specialisation
 
 T = TypeVar("T")
 
@@ -158,7 +158,8 @@ class CpuKernel:
         self.run.restype = ctypes.c_int
         self.struct_sizes = tuple((ctypes.c_uint * 3).in_dll(self._library, "fc_sizes"))
 
-    def max_blocks(self, threads: int) -> int:
+    def max_blocks(self, threads: int, grids: int = 1, channels: int = 1) -> int:
+        """A launch returns when its grid is complete, so there is never a second one beside it."""
         return max(1, MAX_FIBERS // threads)
 
 
@@ -266,9 +267,6 @@ class CpuBackend:
         if key not in self._kernels:
             self._kernels[key] = CpuKernel(build(spec))
         return self._kernels[key]
-
-    def default_shape(self, cells: int, most: int = MAX_THREADS) -> LaunchShape:
-        return cpu_shape(cells)
 
     def launch(self, kernel: CpuKernel, shape: LaunchShape, params: NDArray[np.void], stream: Any) -> None:
         if kernel.run(params.ctypes.data, shape.blocks, shape.threads) != 0:

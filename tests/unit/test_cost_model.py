@@ -14,7 +14,6 @@ from fcomm.cost_model import (
     SHARED,
     TERMS,
     Model,
-    default_shape,
     identity,
     kept,
     machine_key,
@@ -26,6 +25,7 @@ from fcomm.cost_model import (
     work,
 )
 from fcomm.errors import ModelError
+from fcomm.grids import default_shape
 from fcomm.protocols import GpuShare, protocols
 
 SHARED_H200 = {

@@ -13,8 +13,9 @@ import pytest
 
 import experiments
 from experiments import fit, fitting, judging
-from fcomm.cost_model import Model, default_shape, seed_model, work
+from fcomm.cost_model import Model, seed_model, work
 from fcomm.errors import RecordError
+from fcomm.grids import default_shape
 from fcomm.measure import Case
 from fcomm.protocols import protocols
 from fcomm.records import Recorder, load
