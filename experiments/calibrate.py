@@ -23,7 +23,7 @@ from experiments import fitting, mps
 from experiments.request import COLLECTIVES, GPU_LAUNCHES, MOST_CALLS, Request, parse_ranks, parse_time
 from experiments.sweep import OVERTIME_S, Sweep, on_root
 from fcomm import bootstrap, cost_model, measure, records, settings
-from fcomm.cli import Parser
+from fcomm.cli import Parser, folder, target
 from fcomm.communicator import resolve_backend
 from fcomm.cost_model import Model
 from fcomm.dtypes import reducible
@@ -214,6 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options.print_help = lambda file=None: None  # type: ignore[method-assign]
     args = options.parse_args(argv)
     ranks, budget_s, dtype = asked(args, world.size)
+    on_root(world, lambda: _check_targets(args.model, args.out))
     faulthandler.dump_traceback_later(budget_s + OVERTIME_S, exit=True)
     on_cpu = "cpu" in (args.backend, settings.backend() if args.backend == "auto" else "")
     with nullcontext() if on_cpu else mps.mps_for_ranks(world):  # before any rank uses CUDA
@@ -225,6 +226,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if world.rank == 0:
         print("\n".join(said), flush=True)
     return 0
+
+
+def _check_targets(model: Path | None, out: Path | None) -> None:
+    """Whether what is measured can be put where it is wanted, before it is measured."""
+    if model is not None:
+        folder(model.parent, "--model")
+        target(model, "--model")
+    if out is not None:
+        folder(out, "--out")
 
 
 def _keep(model: Model, in_cache: bool, path: Path | None) -> list[str]:

@@ -824,7 +824,7 @@ class Sweep:
         interval = 0.2 if sys.stderr.isatty() else 10.0
         with tqdm(
             total=total, desc="sweep", unit=unit, mininterval=interval, maxinterval=interval, file=sys.stderr,
-            dynamic_ncols=True,
+            dynamic_ncols=True, leave=False,
         ) as bar:  # fmt: skip
 
             def advance(calls: int, where: str) -> None:

@@ -85,7 +85,9 @@ class Specialisation:
 
 
 def claims(encoding: Encoding) -> list[str]:
-    """What the registry says of an encoding and its struct says too, as assertions: hosts lay out by the one, kernels by the other."""
+    """What the registry says of an encoding's layout and its struct says too, as assertions: hosts go by the one, kernels by the
+    other.
+    """
     wire = f"fc::wire::{encoding.kernel_type}"
     said = {
         "group_cells": (f"{wire}::kGroupCells", encoding.group_cells),
@@ -93,7 +95,6 @@ def claims(encoding: Encoding) -> list[str]:
         "copies": (f"({wire}::kState < 0 ? 2 : 3)", encoding.copies),
         "header_bytes (4 x max_chunks)": (f"{wire}::kHeaderBytes", encoding.header_bytes),
         "max_chunks > 0": (f"{wire}::kChunked", int(encoding.max_chunks > 0)),
-        "unit_bytes > access_bytes": (f"{wire}::kSecondLook", int(encoding.unit_bytes > encoding.access_bytes)),
     }
     if encoding.max_chunks:
         said["max_chunks"] = (f"{wire}::kMaxChunks", encoding.max_chunks)

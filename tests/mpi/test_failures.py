@@ -191,6 +191,9 @@ def test_nonsense_in_the_environment_is_said_once() -> None:
     done = launch.mpirun(2, INFO, timeout=30, env={"FCOMM_TIMEOUT_S": "soon"})
     assert done.returncode == 2
     assert "FCOMM_TIMEOUT_S=soon" in sentence(done)
+    done = launch.mpirun(2, INFO, timeout=30, env={"FCOMM_PROTOCOL": "nonsense"})
+    assert done.returncode == 2
+    assert "FCOMM_PROTOCOL=nonsense: there is no protocol" in sentence(done)
 
 
 def test_info_says_what_a_job_would_get() -> None:

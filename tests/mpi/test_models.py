@@ -94,6 +94,15 @@ def test_a_budget_that_is_too_short_is_one_sentence() -> None:
     assert "--budget 1s is too short for a single case" in said[0]
 
 
+def test_a_model_that_cannot_be_written_is_told_before_the_calibration(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = launch.mpirun(2, [*CALIBRATE, "--model", str(tmp_path / "file" / "model.json")], timeout=20)
+    assert done.returncode == 2
+    assert [line for line in done.stderr.splitlines() if line.startswith("error:")] == [
+        f"error: cannot make the folder {tmp_path / 'file'} (File exists): name another one with --model"
+    ]
+
+
 @pytest.fixture
 def cache(tmp_path: Path) -> Path:
     """A cache folder of one's own, without models, in which the kernels of a calibration are already built."""

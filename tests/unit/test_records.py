@@ -414,6 +414,9 @@ def test_what_cannot_be_copied_is_one_sentence(tmp_path: Path) -> None:
         records.export(path, tmp_path / "runs", 1 << 20)
     with pytest.raises(RecordError, match="is not complete"):
         records.export(_record(tmp_path / "torn", finish=False), tmp_path / "copy", 1 << 20)
+    with pytest.raises(RecordError, match=r"has no case with dependent launch early; it has none"):
+        records.export(path, tmp_path / "early", 1 << 20, "early")
+    assert not (tmp_path / "early").exists()
     records.export(path, tmp_path / "copy", 1 << 20)
     assert export.main([str(path), str(tmp_path / "other"), "--limit", "1M"]) == 0
 

@@ -148,7 +148,6 @@ def test_a_header_that_hides_one_of_ours_is_refused(folder: Path) -> None:
         ({"group_payload": 8}, "group_payload is 8"),
         ({"group_cells": 8}, "group_cells is 8"),
         ({"max_chunks": 64}, "header_bytes"),
-        ({"unit_bytes": 128}, "unit_bytes > access_bytes is 1"),
     ],
     ids=lambda v: next(iter(v)) if isinstance(v, dict) else "",
 )
@@ -165,7 +164,7 @@ def test_what_contradicts_the_struct_does_not_compile(
 
 def test_every_kernel_compares_its_encodings_with_their_structs() -> None:
     """What is shipped compiles with these assertions in other tests."""
-    assert [len(claims(ENCODINGS[name])) for name in ("ll", "flag")] == [6, 8]
+    assert [len(claims(ENCODINGS[name])) for name in ("ll", "flag")] == [5, 7]
     for p in protocols().values():
         text = Specialisation(p, p.dtypes[0], 2).root_text()
         assert all(claim in text for e in p.encodings for claim in claims(e))
