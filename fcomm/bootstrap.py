@@ -61,13 +61,17 @@ def _machine_id() -> str:
 def unlink_library_segments() -> None:
     """Takes the names from the segments that MPICH made in MPI_Init: a job that is killed then leaves none in /dev/shm.
 
-    The memory stays until its last process ends. All ranks have mapped it when MPI_Init returns, so no one looks for the
-    name again; MPI_Finalize does not mind that it is gone.
+    Done when this module is imported, where a command begins and where a communicator does, for MPI_Init may come in between. The
+    memory stays until its last process ends. All ranks have mapped it when MPI_Init returns, so no one looks for the name
+    again; MPI_Finalize does not mind that it is gone.
     """
     with contextlib.suppress(OSError):
         maps = Path("/proc/self/maps").read_text()
         for name in set(re.findall(r"/dev/shm/mpich_shm_\S+$", maps, re.MULTILINE)):
             Path(name).unlink(missing_ok=True)
+
+
+unlink_library_segments()  # of a program that has imported mpi4py before, which is when MPI_Init is called
 
 
 def collectively(mpi: Group, step: Callable[[], T]) -> T:
@@ -111,6 +115,7 @@ def run(main: Callable[[Sequence[str] | None], int], argv: Sequence[str] | None 
     """
     if alone and launcher_rank() > 0:
         return 0
+    unlink_library_segments()
     try:
         code = main(argv)
         sys.stdout.flush()

@@ -67,7 +67,7 @@ def running(pid: str) -> bool:
         return False
 
 
-@pytest.mark.parametrize("kind", ["exit", "kill"])
+@pytest.mark.parametrize("kind", ["exit", "kill", "kill early"])
 def test_a_rank_that_dies_ends_the_job_and_leaves_no_shared_memory(kind: str) -> None:
     start = time.monotonic()
     done = launch.mpirun(3, [*VICTIMS, kind], timeout=30)
