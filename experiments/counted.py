@@ -14,13 +14,11 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tqdm import tqdm
-
 from experiments.frames import grouped
 from experiments.request import COLLECTIVES, parse_ranks, parse_sizes
 from experiments.tables import aligned, latency_csv, rows
 from fcomm import bootstrap, records
-from fcomm.cli import Parser, target
+from fcomm.cli import Parser, progress, target
 from fcomm.dtypes import BFLOAT16
 from fcomm.errors import ArgumentError, SetupError
 from fcomm.protocols import CELL_BYTES, Protocol, protocols, shard_bytes
@@ -140,11 +138,8 @@ def _machine_code(
     found = {}
     with ThreadPoolExecutor(4) as pool:  # the compiler and the disassembler run outside Python's lock
         every = pool.map(lambda spec: machine_code.summary(spec, arch), specs)
-        with tqdm(
-            zip(specs, every, strict=True), "compiling", len(specs), unit="kernel", disable=None, leave=False
-        ) as bar:
-            for spec, made in bar:
-                found[spec.protocol.name, spec.world_size] = made
+        for spec, made in progress(zip(specs, every, strict=True), "compiling", len(specs)):
+            found[spec.protocol.name, spec.world_size] = made
     return found
 
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,7 +24,7 @@ from experiments.judging import SELECTOR, Judged, bootstrap, leave_out, summary
 from experiments.tables import rows
 from fcomm import bootstrap as ranks
 from fcomm import records
-from fcomm.cli import Parser, folder
+from fcomm.cli import Parser, folder, progress
 from fcomm.cost_model import LAUNCH, OWN, SHARED, Model, model_path
 from fcomm.errors import ArgumentError
 from fcomm.sizes import format_size
@@ -93,18 +92,6 @@ def replace_block(path: Path, name: str, content: str) -> None:
     begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
     head, tail = block_of(path, name)
     records.write_whole(path, f"{head}{begin}\n\n{content.strip()}\n\n{end}{tail}".encode())
-
-
-def progress(items: Sequence[Any], what: str) -> Iterator[Any]:
-    """A bar: lively on a terminal, a line every ten seconds in a log."""
-    from tqdm import tqdm
-
-    interval = 0.2 if sys.stderr.isatty() else 10.0
-    # Closed here also where the reader stops early, or the bar would stay on the terminal.
-    with tqdm(
-        items, desc=what, file=sys.stderr, mininterval=interval, maxinterval=interval, dynamic_ncols=True, leave=False
-    ) as bar:
-        yield from bar
 
 
 def fit_runs(

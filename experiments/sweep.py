@@ -824,14 +824,18 @@ class Sweep:
         interval = 0.2 if sys.stderr.isatty() else 10.0
         with tqdm(
             total=total, desc="sweep", unit=unit, mininterval=interval, maxinterval=interval, file=sys.stderr,
-            dynamic_ncols=True, leave=False,
+            dynamic_ncols=True,
         ) as bar:  # fmt: skip
 
             def advance(calls: int, where: str) -> None:
                 bar.set_description_str(where, refresh=False)
                 bar.update(calls)
 
-            yield advance
+            try:
+                yield advance
+            except BaseException:
+                bar.leave = False  # what failed leaves its error and no bar
+                raise
 
     # ---- the end ----
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from fcomm.errors import ArgumentError
+
+T = TypeVar("T")
 
 
 class Parser(argparse.ArgumentParser):
@@ -56,6 +59,19 @@ def listed(text: str, option: str) -> list[str]:
     if not names:
         raise ArgumentError(f"{option} {text!r} names nothing")
     return names
+
+
+def progress(items: Iterable[T], what: str, total: int | None = None) -> Iterator[T]:
+    """A bar for what takes longer than a moment: lively on a terminal, a line every ten seconds in a log; nothing of it stays."""
+    from tqdm import tqdm
+
+    interval = 0.2 if sys.stderr.isatty() else 10.0
+    # Closed here also where the reader stops early or fails, or the bar would stay as it was.
+    with tqdm(
+        items, what, total, file=sys.stderr, mininterval=interval, maxinterval=interval, delay=interval, dynamic_ncols=True,
+        leave=False,
+    ) as bar:  # fmt: skip
+        yield from bar
 
 
 def launcher_rank() -> int:

@@ -411,26 +411,6 @@ def test_sizes_that_no_call_has_are_not_counted(
     assert _sentence(capsys, counted.main, *arguments, "--arch", "none") == f"error: {said}"
 
 
-def test_no_bar_is_left_when_compiling_fails(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from tqdm import tqdm
-
-    from fcomm import machine_code
-
-    def fails(*_: Any) -> None:
-        raise ArgumentError("no")
-
-    monkeypatch.setattr(machine_code, "summary", fails)
-    monkeypatch.setattr(machine_code, "nvrtc", lambda: None)
-    monkeypatch.setattr(machine_code, "nvdisasm", lambda: "")
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    with pytest.raises(ArgumentError):
-        counted.counted([2048], [2])
-    assert not list(getattr(tqdm, "_instances", []))
-    assert capsys.readouterr().err.endswith("\r")  # wiped
-
-
 def test_the_counted_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "counts.csv"
     assert counted.main(["--sizes", "2K", "--ranks", "2", "--arch", "none", "--csv", str(path)]) == 0

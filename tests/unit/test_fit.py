@@ -19,6 +19,7 @@ from fcomm.grids import default_shape
 from fcomm.measure import Case
 from fcomm.protocols import protocols
 from fcomm.records import Recorder, load
+from tests.unit.test_docs import listed_in_records
 
 NAMES = ("one_shot.ll", "one_shot.lamport16", "two_shot.ll", "custom_ar_v2.push", "custom_ar_v2.pull_two_shot")
 SIZES = tuple(1024 << k for k in range(0, 10, 2))
@@ -262,9 +263,9 @@ def test_the_command_writes_model_report_and_figures(
         "2 launches",
     ):
         assert words in printed
-    assert {"model.json", "fit.md", "regret.png", "map-all_reduce-none.png", "model-all_reduce-none.png"} <= {
-        p.name for p in out.iterdir()
-    }
+    names = {p.name for p in out.iterdir()}
+    assert {"model.json", "fit.md", "regret.png", "map-all_reduce-none.png", "model-all_reduce-none.png"} <= names
+    assert [name for name in names if not listed_in_records(name)] == [], "docs/records.md has them all"
     model = Model.load(out / "model.json")
     assert model.report["quality"]["launches"] == 2
     saved = list((tmp_path / "cache" / "models").iterdir())
@@ -282,6 +283,8 @@ def test_a_quick_fit_leaves_a_full_one_as_it_is(
         (out / name).write_text("of a full fit")
     assert fit.main([str(run_path), "--out", str(out), "--quick"]) == 0
     assert f"{out}/ has model-quick.json, fit-quick.md" in capsys.readouterr().out
+    assert listed_in_records("model-quick.json")
+    assert listed_in_records("fit-quick.md")
     assert sorted(p.name for p in out.iterdir()) == ["fit-quick.md", "fit.md", "model-quick.json", "model.json"]
     assert {(out / name).read_text() for name in ("model.json", "fit.md")} == {"of a full fit"}
     assert Model.load(out / "model-quick.json").report == {}
@@ -299,16 +302,6 @@ def test_what_cannot_be_written_is_told_before_the_fit(
     ):
         with pytest.raises(ArgumentError, match=said):
             fit.main([str(run_path), *arguments])
-
-
-def test_a_bar_is_gone_when_its_reader_stops_early(capsys: pytest.CaptureFixture[str]) -> None:
-    from tqdm import tqdm
-
-    bar = fit.progress(range(3), "drawing")
-    assert next(bar) == 0
-    bar.close()  # type: ignore[attr-defined]
-    assert not list(getattr(tqdm, "_instances", []))
-    assert capsys.readouterr().err.endswith("\r")
 
 
 def test_one_launch_says_that_its_intervals_are_not_over_launches(tmp_path: Path) -> None:
