@@ -126,6 +126,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = p.parse_args(argv)
     if args.most < 0:
         raise ArgumentError(f"--most {args.most} is negative")
+    if args.before.resolve() == args.after.resolve():
+        raise ArgumentError(f"{args.before} is named twice: name another run to compare it with")
     if args.csv is not None:
         target(args.csv, "--csv")
     before, after = records.load(args.before), records.load(args.after)

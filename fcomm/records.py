@@ -700,7 +700,15 @@ def _read_json(path: Path) -> Any:
 
 def _read_run_file(path: Path) -> dict[str, Any]:
     if not (path / "run.json").is_file():
-        raise RecordError(f"{path} is not a run: it has no run.json")
+        inside = runs(path)
+        why = (
+            f"it holds runs: name one, such as {inside[-1]}"
+            if inside
+            else "it has no run.json"
+            if path.is_dir()
+            else "there is no such folder"
+        )
+        raise RecordError(f"{path} is not a run: {why}")
     content = _read_json(path / "run.json")
     version = content.get("schema_version") if isinstance(content, dict) else None
     if version != SCHEMA_VERSION:

@@ -187,6 +187,11 @@ def test_bad_input_is_one_sentence(tmp_path: Path, folders: list[Path], capsys: 
     assert "--only 'nonsense'" in _sentence(capsys, figures.main, folders[0], "--only", "nonsense")
     assert "'a laptop'" in _sentence(capsys, figures.main, folders[0], "--published", "a laptop")
     (tmp_path / "file").write_text("")
+    holds = _sentence(capsys, claims.main, tmp_path)
+    assert f"{tmp_path} is not a run: it holds runs: name one, such as {tmp_path}/" in holds
+    assert "there is no such folder" in _sentence(capsys, claims.main, tmp_path / "nosuch")
+    for main in (figures.main, claims.main, compare.main):
+        assert "named twice" in _sentence(capsys, main, folders[0], folders[0])
     for main in (figures.main, claims.main):
         said = _sentence(capsys, main, folders[0], "--out", tmp_path / "file" / "x")
         assert "cannot make the folder" in said

@@ -633,7 +633,9 @@ def test_the_table_command_prints_and_keeps(tmp_path: Path, capsys: pytest.Captu
     assert kept.with_suffix(".csv").read_text().startswith("case,")
     assert table.main([str(path), "--family", "all", "--launch", "none"]) == 0
     assert "custom_ar_v2.pull_one_shot" in capsys.readouterr().out
-    assert table.main([str(path), "--encodings"]) == 0
+    assert table.main([str(path), "--encodings", "--out", str(tmp_path / "apart")]) == 0
+    assert {p.name.partition("-")[0] for p in (tmp_path / "apart").iterdir()} == {"encodings"}
+    assert not list(path.glob("encodings*"))
     for wrong in (["--mode", "host"], ["--collective", "all_gather"], ["--l2-gbps", "0"], ["--dtype", "float32"]):
         with pytest.raises(FcommError):
             table.main([str(path), *wrong])
