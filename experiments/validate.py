@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from experiments import gate
-from experiments.fit import progress, replace_block
+from experiments.fit import replace_block
 from experiments.frames import grouped
 from experiments.link_model import Instructions, Link, calibrate, gbps, intervals
 from experiments.systems import SYSTEMS
 from experiments.tables import aligned, rows
 from fcomm import bootstrap, records
-from fcomm.cli import Parser
+from fcomm.cli import Parser, progress
 from fcomm.errors import ArgumentError, RecordError
 from fcomm.sizes import format_size
 

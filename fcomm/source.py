@@ -53,13 +53,6 @@ class Specialisation:
         name = f"{self.protocol.name}-{self.dtype.name}-n{self.world_size}{'' if self.aligned else '-any'}"
         return name if self.launch == "none" else f"{name}-{self.launch}"
 
-    @property
-    def lets_in_early(self) -> bool:
-        """Whether the stream's next grid, if it is launched to depend on this one's triggers, may be there while this one still
-        waits for peers that have no room yet.
-        """
-        return self.launch == "early" or (self.launch == "late" and self.protocol.algorithm.two_grids_if_late)
-
     def root_text(self) -> str:
         """The few lines that include a kernel and instantiate it."""
         headers = dict.fromkeys([*(e.header for e in self.protocol.encodings), self.protocol.algorithm.header])

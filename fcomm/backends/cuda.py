@@ -87,10 +87,10 @@ class Stream(int):
 class CudaKernel:
     """A loaded kernel, and how much of it this rank may have resident."""
 
-    def __init__(self, name: str, loaded: tuple[int, Any, int, int], sms: int, lets_in_early: bool = False) -> None:
+    def __init__(self, name: str, loaded: tuple[int, Any, int, int], sms: int) -> None:
         self.name = name
         self.pointer, self._owner, self.registers, self.local_bytes = loaded
-        self.sms, self.lets_in_early = sms, lets_in_early
+        self.sms = sms
         self._per_sm: dict[int, int] = {}
 
     def per_sm(self, threads: int) -> int:
@@ -545,12 +545,12 @@ class CudaBackend:
                     f"the kernel {spec.name} is not loaded yet, and loading is nothing that a graph can capture: make this "
                     "call, or comm.prepare(...) with the same arguments, once before the capture"
                 )
-            found = self._kernels[key] = self.compile(spec.name, text, spec.lets_in_early)
+            found = self._kernels[key] = self.compile(spec.name, text)
         return found
 
-    def compile(self, name: str, text: str, lets_in_early: bool = False) -> CudaKernel:
+    def compile(self, name: str, text: str) -> CudaKernel:
         """Loads a kernel `fc_kernel` from its whole source; compiled binaries are kept on disk by CuPy."""
-        return CudaKernel(name, _asking(lambda: _load(self.device, name, text)), self.sms, lets_in_early)
+        return CudaKernel(name, _asking(lambda: _load(self.device, name, text)), self.sms)
 
     def launch(self, kernel: CudaKernel, shape: LaunchShape, params: NDArray[np.void], stream: Any) -> None:
         packed = self._packed.get(id(params))
@@ -564,19 +564,19 @@ class CudaBackend:
             self._independent(packed, kernel, shape, stream)
 
     def _may_overlap(self, channel: int, kernel: CudaKernel, shape: LaunchShape, stream: int) -> bool:
-        """Whether this grid may be let in by the trigger of the channel's one before, instead of by that one's end.
+        """Whether this grid may be let in by the triggers of the channel's one before, instead of by that one's end.
 
-        A grid that lets its successor in early may still wait for peers whose grids of the same call have no room yet. On a GPU
-        that ranks share, both grids of every rank must then fit (`grids.fit_together`). The grid after the next is no matter: it
-        is let in when this one is past its wait, so when the one before is complete, on this rank and therefore placed on all.
-        On a GPU of a rank's own the one before is placed as a whole when its trigger fires, so nothing it needs can be taken.
+        A grid that has triggered may still wait for peers whose grids of the same call have no room yet. On a GPU that ranks
+        share, both grids of every rank must then fit (`grids.fit_together`). The grid after the next is no matter: it is let in
+        when this one is past its wait, so when the one before is complete, on this rank and therefore placed on all. On a GPU
+        of a rank's own the one before is placed as a whole when its triggers fire, so nothing that it needs can be taken.
 
         What is known of the one before is the host's order of launches, which is the stream's, save that captured launches
         run later or never: the first launch behind a capture follows something unknown.
         """
         ahead = self._ahead[channel]
         if ahead is not None and ahead.kernel is kernel and ahead.shape is shape and not ahead.captured:
-            return True  # one kind, of which two grids fit by its number of blocks
+            return True  # one kind, of which two grids fit by its number of blocks (or it is a baseline's own risk)
         captured = _capturing(stream)
         self._ahead[channel] = _Ahead(kernel, shape, captured)
         channels = len(self._ahead)
@@ -586,8 +586,6 @@ class CudaBackend:
             return captured  # the first of a graph; else behind calls that another stream's have pushed out of sight
         if ahead.captured and not captured:
             return False
-        if not ahead.kernel.lets_in_early:
-            return True
         before = (ahead.shape.blocks, ahead.kernel.per_sm(ahead.shape.threads))
         return fit_together(self.sms, before, (shape.blocks, kernel.per_sm(shape.threads)), channels)
 

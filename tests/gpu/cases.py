@@ -576,7 +576,12 @@ def dependent_launch_with_an_early_trigger_is_exact(comm: fcomm.Communicator) ->
 
 @case
 def two_shapes_in_a_row_fit_whatever_they_are(comm: fcomm.Communicator) -> None:
-    """Early: the punctual ranks' grids of two calls are there when the late ranks' first one looks for room. Small blocks on every
+    for launch in ("early", "late"):
+        shapes_in_a_row(comm, launch)
+
+
+def shapes_in_a_row(comm: fcomm.Communicator, launch: str) -> None:
+    """The punctual ranks' grids of two calls are there when the late ranks' first one looks for room. Small blocks on every
     SM would leave none for blocks that need a whole one, although each grid has half of the blocks that fit.
     """
     cp, n, count = cupy(), comm.world_size, 1 << 16
@@ -584,8 +589,8 @@ def two_shapes_in_a_row_fit_whatever_they_are(comm: fcomm.Communicator) -> None:
         return
     xs = data(comm, (56,), count, "float32")
     stream, spin = cp.cuda.Stream(non_blocking=True), spinner()
-    with make(comm, max_bytes=1 << 20, dependent_launch="early", timeout_s=3) as other:
-        if other.dependent_launch != "early":
+    with make(comm, max_bytes=1 << 20, dependent_launch=launch, timeout_s=3) as other:
+        if other.dependent_launch != launch:
             return
         x = other.from_host(xs[comm.rank])
         for shapes in (((999, 512), (9999, 32)), ((999, 1024), (9999, 32))):

@@ -7,10 +7,8 @@ from itertools import product
 
 import pytest
 
-from fcomm.dtypes import FLOAT32
 from fcomm.grids import default_shape, fit_together, most_blocks
 from fcomm.protocols import GpuShare, protocol
-from fcomm.source import Specialisation
 
 SMS, RANKS = 2, 2
 """SMs that a rank has, and ranks on the GPU: small enough for an opponent who tries everything."""
@@ -84,14 +82,6 @@ def test_channels_may_run_anything_beside_each_other() -> None:
         most = most_blocks(16, 32, 2, channels)
         assert fit_together(16, (most, 1), (most, 32), channels)
     assert not fit_together(16, (5, 1), (4, 1), 2)
-
-
-def test_who_lets_the_next_grid_in_early() -> None:
-    def early(name: str, launch: str) -> bool:
-        return Specialisation(protocol(name), FLOAT32, 2, True, launch).lets_in_early
-
-    assert [early("one_shot.ll", launch) for launch in ("none", "late", "early")] == [False, False, True]
-    assert [early("lamport_fp", launch) for launch in ("none", "late", "early")] == [False, True, True]
 
 
 def test_the_default_shape() -> None:
