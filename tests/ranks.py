@@ -1116,7 +1116,7 @@ def the_path_is_logged_once_for_each_size_class(comm: fcomm.Communicator) -> Non
     try:
         with (
             environment(FCOMM_MODEL=None),
-            mock.patch.object(cost_model, "find", return_value=None),
+            mock.patch.object(cost_model, "kept", return_value=[]),
             make(comm) as other,
         ):
             for count in (1000, 1024, 1000, 600, 1025, 2000):  # in bytes: up to 4 KiB four times, up to 8 KiB twice
