@@ -209,11 +209,11 @@ class Communicator:
         Seconds until a wait for a peer is given up; default FCOMM_TIMEOUT_S.
     dependent_launch : {"none", "late", "early"}
         "late": a call's grid may be scheduled while the kernel before it in the stream ends, and waits for that one
-        before it touches anything; its own successor may be scheduled when all its blocks have stored their output.
-        "early": when all its blocks have begun, which takes room for two grids of every rank, and is the caller's promise
-        that whatever follows in the stream waits before it reads a result or overwrites an input: kernels of other
-        launches without the attribute do, kernels with it that never wait do not. Without effect below compute
-        capability 9.0 and on the cpu backend (`no_dependent_launch` says why).
+        before it touches anything; its own successor may be scheduled when each of its blocks has a thread that is done.
+        "early": when all its blocks have begun, which is the caller's promise that whatever follows in the stream waits
+        before it reads a result or overwrites an input: kernels of other launches without the attribute do, kernels with
+        it that never wait do not. Without effect below compute capability 9.0 and on the cpu backend (`no_dependent_launch` says why). Both take room for two grids of every rank;
+        where ranks share a GPU, a call does not overlap the one before if their blocks differ and might not fit together.
     model : path or Model, optional
         Cost model that protocols are chosen by, the same on all ranks; "seed" for the coefficients of the package. Default:
         FCOMM_MODEL, else the one of this machine in the cache folder, else "seed".

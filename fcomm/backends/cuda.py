@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 import sys
 import warnings
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 T = TypeVar("T")
+log = logging.getLogger("fcomm")
 
 PROBE_OFFSET = 2048
 
@@ -344,6 +346,7 @@ class CudaBackend:
         self._launch_dependent: Any = None
         self._last: list[int | None] = []
         self._ahead: list[_Ahead | None] = []
+        self._told_apart = False
         self._asked = 0
 
     def _choose_device(self, wanted: int | None) -> int:
@@ -587,7 +590,16 @@ class CudaBackend:
         if ahead.captured and not captured:
             return False
         before = (ahead.shape.blocks, ahead.kernel.per_sm(ahead.shape.threads))
-        return fit_together(self.sms, before, (shape.blocks, kernel.per_sm(shape.threads)), channels)
+        if fit_together(self.sms, before, (shape.blocks, kernel.per_sm(shape.threads)), channels):
+            return True
+        if not self._told_apart and self._mpi.rank == 0:
+            self._told_apart = True
+            log.info(
+                "dependent launch: %s with %d x %d threads behind %s with %d x %d is launched without it, since both might not fit "
+                "on the GPU that ranks share",
+                kernel.name, shape.blocks, shape.threads, ahead.kernel.name, ahead.shape.blocks, ahead.shape.threads,
+            )  # fmt: skip
+        return False
 
     def launch_once(
         self, kernel: CudaKernel, shape: LaunchShape, params: NDArray[np.void], stream: int, dependent: bool = False

@@ -150,6 +150,7 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Any:
     made = cuda.CudaBackend.__new__(cuda.CudaBackend)
     made._runtime, made._last, made._shared, made.sms = Runtime(), [None, None], False, 16
     made._ahead, made.ranks_here = [None, None], 8
+    made._told_apart, made._mpi = False, SimpleNamespace(rank=0)
     monkeypatch.setattr(cupy.cuda.runtime, "streamIsCapturing", made._runtime.streamIsCapturing)
     return made
 
@@ -202,7 +203,10 @@ LARGE, SMALL = LaunchShape(16, 512), LaunchShape(256, 32)
 PER_SM = {512: 2, 32: 32, 256: 4}
 
 
-def test_a_grid_is_let_in_early_only_beside_one_that_it_fits_with(one_channel: Any) -> None:
+def test_a_grid_is_let_in_early_only_beside_one_that_it_fits_with(
+    one_channel: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "fcomm")
     k, other = kernel(PER_SM), kernel(PER_SM)
 
     def overlaps(of: cuda.CudaKernel, shape: LaunchShape) -> bool:
@@ -216,6 +220,11 @@ def test_a_grid_is_let_in_early_only_beside_one_that_it_fits_with(one_channel: A
     assert overlaps(k, LaunchShape(16, 512)), "another protocol, the same kind of block"
     assert overlaps(k, LaunchShape(16, 256))
     assert not overlaps(k, LaunchShape(17, 512))
+    (said,) = caplog.records  # once
+    assert said.getMessage() == (
+        "dependent launch: k with 256 x 32 threads behind k with 16 x 512 is launched without it, since both might not fit on the "
+        "GPU that ranks share"
+    )
     one_channel.ranks_here = 1
     assert overlaps(k, SMALL), "on a GPU of its own a grid is placed when it lets another one in"
     one_channel._change_stream(0, 8)
