@@ -13,8 +13,10 @@ import pytest
 from fcomm import interop, topology
 from fcomm.backends import cuda
 from fcomm.backends.base import LaunchShape, gpu_shape
+from fcomm.communicator import Plan
 from fcomm.errors import ArgumentError, DeviceError, FcommError, SetupError
-from fcomm.layout import params_dtype
+from fcomm.layout import SlabLayout, params_dtype
+from fcomm.protocols import GpuShare, protocol
 
 cupy = pytest.importorskip("cupy")
 
@@ -201,6 +203,37 @@ def one_channel(backend: Any) -> Any:
 
 LARGE, SMALL = LaunchShape(16, 512), LaunchShape(256, 32)
 PER_SM = {512: 2, 32: 32, 256: 4}
+
+
+def planned(launch: str, channels: int, shape: tuple[int, int] | None, name: str = "one_shot.ll") -> tuple[int, int]:
+    """The grid of a call of 256 KiB among 8 ranks with 16 SMs each."""
+    backend = SimpleNamespace(kernel=lambda spec: kernel({**PER_SM, 1024: 1}), error_address=lambda: 0)
+    comm: Any = SimpleNamespace(
+        backend=backend, world_size=8, rank=0, slabs=[0] * 8, timeout_s=1.0, gpu=GpuShare("9.0", 16, 132),
+        layout=SlabLayout(8, 1 << 20, channels), dependent_launch=launch, selector=SimpleNamespace(shape=lambda *_: None),
+        _keep_grid=lambda *_: None,
+    )  # fmt: skip
+    made = Plan(comm, protocol(name), "float32", 1 << 18, 0, None if shape is None else LaunchShape(*shape), True)
+    return made.shape.blocks, made.shape.threads
+
+
+def test_grids_are_clamped_to_the_places_that_there_are() -> None:
+    for launch, channels, blocks in (
+        ("none", 1, 32),
+        ("late", 1, 16),
+        ("early", 1, 16),
+        ("none", 2, 8),
+        ("early", 2, 4),
+    ):
+        assert planned(launch, channels, (999, 512)) == (blocks, 512)
+    assert planned("early", 1, (9999, 32)) == (256, 32)
+    assert planned("none", 4, (9999, 32)) == (4, 32), (
+        "beside another channel's blocks a small one may take an SM of its own"
+    )
+    assert planned("none", 1, None) == (16, 1024), "32 by default, of which 16 SMs hold one each"
+    assert planned("late", 1, None, "custom_ar_v2.push") == (16, 1024), "its authors' grid, at their risk"
+    with pytest.raises(ArgumentError, match=r"no room for the 34 grids that 17 channel\(s\) .* use fewer channels"):
+        planned("early", 17, (1, 32))
 
 
 def test_a_grid_is_let_in_early_only_beside_one_that_it_fits_with(
