@@ -23,11 +23,11 @@ from experiments import fitting, mps
 from experiments.request import COLLECTIVES, GPU_LAUNCHES, MOST_CALLS, Request, parse_ranks, parse_time
 from experiments.sweep import OVERTIME_S, Sweep, on_root
 from fcomm import bootstrap, cost_model, measure, records, settings
-from fcomm.cli import Parser
+from fcomm.cli import Parser, folder, target
 from fcomm.communicator import resolve_backend
 from fcomm.cost_model import Model
 from fcomm.dtypes import reducible
-from fcomm.errors import ArgumentError, ModelError, SetupError
+from fcomm.errors import ArgumentError, SetupError
 from fcomm.layout import SlabLayout
 from fcomm.protocols import protocols
 from fcomm.selector import Selector
@@ -130,17 +130,9 @@ def calibrate(world: MPI.Intracomm, wanted: Request, started_s: float, out: Path
         return on_root(world, fit)
 
 
-def save(model: Model) -> tuple[Path, str | None]:
-    """Keeps a model where communicators of this machine find it. Returns the path, and what was said of the one before."""
-    path = cost_model.model_path(model.machine)
-    before = None
-    try:
-        old = cost_model.find(model.machine)
-    except ModelError:
-        old = None
-    if old is not None and set(old.ranks) - set(model.ranks):
-        before = f"it replaces one that was fitted to {_listed(old.ranks)} ranks"
-    return model.save(path), before
+def save(model: Model) -> Path:
+    """Keeps a model where communicators of this machine find it, beside those of other rank counts; returns the path."""
+    return model.save(cost_model.model_path(model.machine, model.ranks))
 
 
 def _listed(numbers: Sequence[int]) -> str:
@@ -222,6 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options.print_help = lambda file=None: None  # type: ignore[method-assign]
     args = options.parse_args(argv)
     ranks, budget_s, dtype = asked(args, world.size)
+    on_root(world, lambda: _check_targets(args.model, args.out))
     faulthandler.dump_traceback_later(budget_s + OVERTIME_S, exit=True)
     on_cpu = "cpu" in (args.backend, settings.backend() if args.backend == "auto" else "")
     with nullcontext() if on_cpu else mps.mps_for_ranks(world):  # before any rank uses CUDA
@@ -235,6 +228,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _check_targets(model: Path | None, out: Path | None) -> None:
+    """Whether what is measured can be put where it is wanted, before it is measured."""
+    if model is not None:
+        folder(model.parent, "--model")
+        target(model, "--model")
+    if out is not None:
+        folder(out, "--out")
+
+
 def _keep(model: Model, in_cache: bool, path: Path | None) -> list[str]:
     """Writes the model where it is wanted; what to say of it."""
     said = []
@@ -243,9 +245,8 @@ def _keep(model: Model, in_cache: bool, path: Path | None) -> list[str]:
             f"{model.save(path)} has the model: name it in FCOMM_MODEL, or in fcomm.Communicator(..., model=...)"
         )
     if in_cache:
-        kept, before = save(model)
         said.append(
-            f"{kept} has the model: communicators of this machine find it there{f'; {before}' if before else ''}"
+            f"{save(model)} has the model: communicators of this machine with {_listed(model.ranks)} ranks find it there"
         )
     return said or ["not kept: --save puts it where communicators of this machine look, --model FILE into a file"]
 

@@ -16,8 +16,7 @@ from experiments import frames
 from experiments.figures import newest
 from experiments.tables import aligned, latency_csv, rows
 from fcomm import bootstrap, records
-from fcomm.cli import Parser
-from fcomm.errors import RecordError
+from fcomm.cli import Parser, folder
 from fcomm.sizes import format_size
 
 if TYPE_CHECKING:
@@ -248,17 +247,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("runs", type=Path, nargs="*", metavar="RUN", help="folders of runs (the newest under results/)")
     p.add_argument("--out", type=Path, metavar="DIR", help="folder for claims.md and claims.csv (the first run's)")
     args = p.parse_args(argv)
-    runs = [records.load(path) for path in args.runs or [newest()]]
+    runs = [records.load(path) for path in args.runs or [newest(command="claims")]]
+    out = folder(args.out or runs[0].path, "--out")
     found = claims(runs)
     text = markdown(found, runs)
     print(text)
-    out = args.out or runs[0].path
-    if not out.is_dir():
-        raise RecordError(f"{out} is no folder: make it, or name another one with --out")
     records.write_whole(out / "claims.md", f"{text}\n".encode())
     records.write_whole(out / "claims.csv", latency_csv(found))
     return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(bootstrap.run(main))
+    raise SystemExit(bootstrap.run(main, alone=True))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from experiments import frames
 from experiments.tables import aligned, latency_csv, rows
 from fcomm import bootstrap, records
-from fcomm.cli import Parser
+from fcomm.cli import Parser, target
 from fcomm.errors import ArgumentError, RecordError
 from fcomm.sizes import format_size
 
@@ -126,6 +126,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = p.parse_args(argv)
     if args.most < 0:
         raise ArgumentError(f"--most {args.most} is negative")
+    if args.before.resolve() == args.after.resolve():
+        raise ArgumentError(f"{args.before} is named twice: name another run to compare it with")
+    if args.csv is not None:
+        target(args.csv, "--csv")
     before, after = records.load(args.before), records.load(args.after)
     found = compare(before, after)
     if args.csv is not None:
@@ -135,4 +139,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(bootstrap.run(main))
+    raise SystemExit(bootstrap.run(main, alone=True))

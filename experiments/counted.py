@@ -10,20 +10,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from tqdm import tqdm
 
 from experiments.frames import grouped
 from experiments.request import COLLECTIVES, parse_ranks, parse_sizes
 from experiments.tables import aligned, latency_csv, rows
 from fcomm import bootstrap, records
-from fcomm.cli import Parser
+from fcomm.cli import Parser, progress, target
 from fcomm.dtypes import BFLOAT16
 from fcomm.errors import ArgumentError, SetupError
 from fcomm.protocols import CELL_BYTES, Protocol, protocols, shard_bytes
-from fcomm.sizes import format_size
+from fcomm.sizes import check_elements, format_size
 from fcomm.source import Specialisation
 
 if TYPE_CHECKING:
@@ -139,7 +138,7 @@ def _machine_code(
     found = {}
     with ThreadPoolExecutor(4) as pool:  # the compiler and the disassembler run outside Python's lock
         every = pool.map(lambda spec: machine_code.summary(spec, arch), specs)
-        for spec, made in zip(specs, tqdm(every, "compiling", len(specs), unit="kernel", disable=None), strict=True):
+        for spec, made in progress(zip(specs, every, strict=True), "compiling", len(specs)):
             found[spec.protocol.name, spec.world_size] = made
     return found
 
@@ -200,8 +199,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     ranks = parse_ranks(args.ranks, None)
     if min(ranks) < 2:
         raise ArgumentError(f"--ranks {args.ranks}: an exchange needs at least two ranks")
-    arch = None if args.arch == "none" else args.arch
-    frame = counted(parse_sizes(args.sizes), ranks, args.collective, arch)
+    if args.csv is not None:
+        target(args.csv, "--csv")
+    sizes, arch = parse_sizes(args.sizes), None if args.arch == "none" else args.arch
+    for nbytes, n in product(sizes, ranks if args.collective == "reduce_scatter" else [1]):
+        check_elements(nbytes, f"--sizes {format_size(nbytes)}", BFLOAT16.name, BFLOAT16.itemsize, n)
+    frame = counted(sizes, ranks, args.collective, arch)
     if args.csv is not None:
         records.write_whole(args.csv, latency_csv(frame))
     print(markdown(frame, arch))
@@ -209,4 +212,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(bootstrap.run(main))
+    raise SystemExit(bootstrap.run(main, alone=True))

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 from experiments import counted, frames, plots
 from experiments.tables import latency_csv
 from fcomm import bootstrap, records
-from fcomm.cli import Parser
-from fcomm.errors import ArgumentError, FcommError, RecordError
+from fcomm.cli import Parser, folder, listed
+from fcomm.errors import ArgumentError, FcommError
 from fcomm.source import LAUNCHES
 
 if TYPE_CHECKING:
@@ -160,13 +160,13 @@ def _draw(runs: Sequence[Run], wanted: PaperFigure, published: pd.DataFrame | No
     return Drawn(wanted.name, wanted.shows, reason="; ".join(dict.fromkeys(telling)))
 
 
-def newest(results: Path = Path("results")) -> Path:
-    """The newest run; `ArgumentError` where there is none."""
+def newest(results: Path = Path("results"), command: str = "figures") -> Path:
+    """The newest run; `ArgumentError` where there is none. command : of this package, that looks for one."""
     found = records.runs(results)
     if not found:
         raise ArgumentError(
-            f"there is no run under {results}/: take one with `make sweep`, or draw those that come with the repository: "
-            f"python -m experiments.figures {SHIPPED / '*'}"
+            f"there is no run under {results}/: take one with `make sweep`, or look at those that come with the repository: "
+            f"python -m experiments.{command} {SHIPPED / '*'}/"
         )
     return found[-1]
 
@@ -190,22 +190,18 @@ def parser() -> Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
     args = parser().parse_args(argv)
-    formats = [f.strip() for f in args.formats.split(",")]
+    formats = listed(args.formats, "--formats")
     for name in formats:
         if name not in plots.FORMATS:
             raise ArgumentError(f"--formats {name!r} is not known; use {', '.join(plots.FORMATS)}")
-    wanted = tuple(w.strip() for w in args.only.split(",")) if args.only else ("",)
+    wanted = ("",) if args.only is None else tuple(listed(args.only, "--only"))
     known = [one.name for one in FIGURES] + [*NOT_TAKEN, COUNTED]
     for w in wanted:
         if not any(name.startswith(w) for name in known):
             raise ArgumentError(f"--only {w!r} is no figure; there are {', '.join(known)}")
     lines = frames.published(args.published) if args.published else None
     runs = [records.load(path) for path in args.runs or [newest()]]
-    out = args.out or runs[0].path / "figures"
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RecordError(f"cannot make {out} ({error.strerror}): name another folder with --out") from None
+    out = folder(args.out or runs[0].path / "figures", "--out")
     kept: list[str] = []
     missing: list[str] = []
     for drawn in draw(runs, lines):
@@ -246,4 +242,4 @@ def _counted(run: Run, out: Path) -> str:
 
 
 if __name__ == "__main__":
-    raise SystemExit(bootstrap.run(main))
+    raise SystemExit(bootstrap.run(main, alone=True))

@@ -1,16 +1,16 @@
 """Fits the cost model to runs: ``python -m experiments.fit results/RUN [...] [--save]``.
 
-Launches of all the runs are replicates. Writes ``model.json``, ``fit.md`` and figures into the first run's folder; ``--save``
-also puts the model where selection on this machine finds it.
+Launches of all the runs are replicates. Writes ``model.json``, ``fit.md`` and figures into the first run's folder (``--quick``:
+``model-quick.json`` and ``fit-quick.md``, beside what a full fit has left); ``--save`` also puts the model where selection on this
+machine finds it.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,9 +24,9 @@ from experiments.judging import SELECTOR, Judged, bootstrap, leave_out, summary
 from experiments.tables import rows
 from fcomm import bootstrap as ranks
 from fcomm import records
-from fcomm.cli import Parser
+from fcomm.cli import Parser, folder, progress
 from fcomm.cost_model import LAUNCH, OWN, SHARED, Model, model_path
-from fcomm.errors import ArgumentError, RecordError
+from fcomm.errors import ArgumentError
 from fcomm.sizes import format_size
 
 TARGETS = {
@@ -60,7 +60,11 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--mode", metavar="NAME", help="kind of latency (graph, else the run's first)")
     p.add_argument("--draws", type=int, default=judging.DRAWS, metavar="INT", help="resamplings for intervals (40)")
-    p.add_argument("--quick", action="store_true", help="the model alone: no intervals, errors, regret or figures")
+    p.add_argument(
+        "--quick",
+        action="store_true",
+        help="the model alone (model-quick.json): no intervals, errors, regret or figures",
+    )
     p.add_argument("--out", type=Path, metavar="DIR", help="folder for model, report and figures (the first run's)")
     p.add_argument(
         "--docs", type=Path, metavar="DIR", help="also put tables and figures into DIR/cost-model.md and DIR/figures"
@@ -72,25 +76,22 @@ DOCUMENTED = ("model-all_reduce-none.png", "map-all_reduce-none.png", "regret.pn
 """Figures that the documentation shows, there under cost-<name>."""
 
 
-def replace_block(path: Path, name: str, content: str) -> None:
-    """Puts content between the comments `<!-- name -->` and `<!-- /name -->` of a page."""
+def block_of(path: Path, name: str) -> tuple[str, str]:
+    """What stands before and behind the comments `<!-- name -->` and `<!-- /name -->` of a page; `ArgumentError` without them."""
     begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
     text = path.read_text() if path.is_file() else ""
     head, found, rest = text.partition(begin)
     _, closed, tail = rest.partition(end)
     if not found or not closed:
         raise ArgumentError(f"{path} has no {begin} ... {end} to put tables in")
+    return head, tail
+
+
+def replace_block(path: Path, name: str, content: str) -> None:
+    """Puts content between the comments `<!-- name -->` and `<!-- /name -->` of a page."""
+    begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+    head, tail = block_of(path, name)
     records.write_whole(path, f"{head}{begin}\n\n{content.strip()}\n\n{end}{tail}".encode())
-
-
-def progress(items: Sequence[Any], what: str) -> Iterator[Any]:
-    """A bar: lively on a terminal, a line every ten seconds in a log."""
-    from tqdm import tqdm
-
-    interval = 0.2 if sys.stderr.isatty() else 10.0
-    yield from tqdm(
-        items, desc=what, file=sys.stderr, mininterval=interval, maxinterval=interval, dynamic_ncols=True, leave=False
-    )
 
 
 def fit_runs(
@@ -257,37 +258,41 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ArgumentError(f"--draws {args.draws} is not a positive number")
     if len({path.resolve() for path in args.runs}) < len(args.runs):
         raise ArgumentError("a run is named twice: its launches would count twice")
+    if args.docs is not None:
+        if args.quick:
+            raise ArgumentError(
+                "--docs shows errors, regret and figures, which --quick leaves out: leave out one of the two"
+            )
+        block_of(args.docs / "cost-model.md", "fit")
+        folder(args.docs / "figures", "--docs")
     runs = [records.load(path) for path in args.runs]
+    into = folder(args.out or args.runs[0], "--out")
     outcome = fit_runs(runs, args.mode, args.draws, not args.quick, progress)
-    folder = args.out or args.runs[0]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RecordError(f"cannot make {folder} ({error.strerror}): name another folder with --out") from None
     text = report(outcome)
     print(text)
-    outcome.model.save(folder / "model.json")
-    records.write_whole(folder / "fit.md", text.encode())
-    kept = ["model.json", "fit.md"]
+    # A quick fit knows neither intervals nor errors, and must not take the place of one that does.
+    kept = ["model-quick.json", "fit-quick.md"] if args.quick else ["model.json", "fit.md"]
+    outcome.model.save(into / kept[0])
+    records.write_whole(into / kept[1], text.encode())
     if not args.quick:
         from experiments.fit_plots import figures
         from experiments.plots import png
 
         for name, figure in figures(outcome).items():
-            records.write_whole(folder / name, png(figure))
+            records.write_whole(into / name, png(figure))
             kept.append(name)
             if args.docs is not None and name in DOCUMENTED:
                 records.write_whole(args.docs / "figures" / f"cost-{name}", png(figure))
         if args.docs is not None:
             page = args.docs / "cost-model.md"
             replace_block(page, "fit", text.split("\n", 1)[1].replace("\n## ", "\n### "))
-    print(f"{folder}/ has {', '.join(kept)}")
+    print(f"{into}/ has {', '.join(kept)}")
     if args.save:
         print(
-            f"saved as {outcome.model.save(model_path(outcome.model.machine))}, where selection on this machine finds it"
+            f"saved as {outcome.model.save(model_path(outcome.model.machine, outcome.model.ranks))}, where selection on this machine finds it"
         )
     return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(ranks.run(main))
+    raise SystemExit(ranks.run(main, alone=True))

@@ -22,13 +22,13 @@ from fcomm.cost_model import (
     OWN,
     SHARED,
     Model,
-    default_shape,
     identity,
     outputs_and_input,
     pieces,
     work,
 )
 from fcomm.errors import RecordError
+from fcomm.grids import default_shape
 from fcomm.measure import STAGING
 from fcomm.protocols import protocols
 from fcomm.sizes import format_size

@@ -67,6 +67,8 @@ def one_machine(runs: Sequence[Run]) -> None:
     Two runs may differ in ranks, kernels and which GPU of one kind it was, since a figure is drawn from one run; launches
     of one run may not.
     """
+    if len({run.path.resolve() for run in runs}) < len(runs):
+        raise ArgumentError("a run is named twice")
     taken = [(run.path, facts) for run in runs for facts in run.launches]
     for (path, facts), (_, before) in zip(taken[1:], taken, strict=False):
         if _kind(before) != _kind(facts):

@@ -26,8 +26,9 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from experiments.gate import FOLDER
-from fcomm.cost_model import MIB, RESIDENT_THREADS, Model, default_shape, work
+from fcomm.cost_model import MIB, RESIDENT_THREADS, Model, work
 from fcomm.errors import ArgumentError, RecordError
+from fcomm.grids import default_shape
 from fcomm.protocols import GpuShare, Protocol
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]

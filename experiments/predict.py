@@ -20,7 +20,7 @@ from experiments.request import parse_sizes
 from experiments.systems import BASELINES
 from experiments.tables import aligned, encoding_label, family, latency_csv, rows
 from fcomm import bootstrap, records
-from fcomm.cli import Parser
+from fcomm.cli import Parser, folder
 from fcomm.cost_model import pieces
 from fcomm.errors import ArgumentError, ModelError, RecordError
 from fcomm.protocols import CELL_BYTES, Protocol, protocols
@@ -245,16 +245,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if any(size % CELL_BYTES for size in sizes):
         raise ArgumentError(f"--sizes {args.sizes}: baselines take multiples of {CELL_BYTES} bytes")
     outcome, attempt = require()
+    out = folder(args.out or Path(f"predicted-{args.gpu}-{args.gpus}"), "--out")
     ranks = sorted({n for n in (2, 4, args.gpus) if n <= args.gpus})
     frame = predictions(args.gpu, outcome.links[f"{args.gpu}_sxm"], Instructions.load(), ranks, sizes, args.launch)
     found = claims(frame)
     text = markdown(found, args.gpu, outcome, attempt)
     print(text)
-    out = args.out or Path(f"predicted-{args.gpu}-{args.gpus}")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RecordError(f"cannot make {out} ({error.strerror}): name another folder with --out") from None
     records.write_whole(out / "predicted-latency.csv", latency_csv(frame))
     records.write_whole(out / "predicted-claims.csv", latency_csv(found))
     records.write_whole(out / "predicted-claims.md", f"{text}\n".encode())
@@ -264,4 +260,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(bootstrap.run(main))
+    raise SystemExit(bootstrap.run(main, alone=True))

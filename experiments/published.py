@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from experiments import fitting
-from experiments.fit import replace_block
+from experiments.fit import block_of, replace_block
 from experiments.fitting import Floats, Table, fit, predictions
 from experiments.judging import summary
 from fcomm import bootstrap
 from fcomm.cli import Parser
-from fcomm.cost_model import default_shape
 from fcomm.errors import RecordError
+from fcomm.grids import default_shape
 from fcomm.protocols import GpuShare, protocols
 
 if TYPE_CHECKING:
@@ -93,8 +93,15 @@ def read(path: Path = DATA) -> pd.DataFrame:
         frame = frame[frame["bytes"].between(*SIZES) & ((frame["mode"] == "graph") | (frame["system"] == "nccl"))]
         keys = ["system", "version", "gpu", "collective", "ranks", "bytes"]
         frame = frame.groupby(keys)["latency_us"].mean().reset_index()
-    except (OSError, ValueError, KeyError) as error:
-        raise RecordError(f"{path} is not the table of published latencies ({type(error).__name__})") from None
+    except OSError as error:
+        raise RecordError(f"cannot read {path} ({error.strerror})") from None
+    except (ValueError, KeyError, TypeError):
+        raise RecordError(
+            f"{path} is no table of published latencies: a CSV with columns system, version, gpu, collective, ranks, bytes, mode and "
+            "latency_us"
+        ) from None
+    if frame.empty:
+        raise RecordError(f"{path} has no latencies in graph mode of {SIZES[0]} to {SIZES[1]} bytes")
     odd = ~(np.isfinite(frame["latency_us"]) & (frame["latency_us"] > 0))
     if odd.any():
         raise RecordError(f"{path} has a latency that is not positive")
@@ -228,7 +235,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     p.add_argument("--docs", type=Path, metavar="DIR", help="also put the tables into DIR/cost-model.md")
     args = p.parse_args(argv)
-    text = report(evaluate(read(args.data)))
+    frame = read(args.data)
+    if args.docs is not None:
+        block_of(args.docs / "cost-model.md", "published")
+    text = report(evaluate(frame))
     print(text)
     if args.docs is not None:
         replace_block(args.docs / "cost-model.md", "published", text)
@@ -236,4 +246,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(bootstrap.run(main))
+    raise SystemExit(bootstrap.run(main, alone=True))

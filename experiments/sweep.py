@@ -831,7 +831,11 @@ class Sweep:
                 bar.set_description_str(where, refresh=False)
                 bar.update(calls)
 
-            yield advance
+            try:
+                yield advance
+            except BaseException:
+                bar.leave = False  # what failed leaves its error and no bar
+                raise
 
     # ---- the end ----
 

@@ -1,6 +1,6 @@
 """The best of each family, by size and rank count: ``python -m experiments.table RUN``; ``--encodings`` compares ours.
 
-Prints Markdown and writes it, with the same as CSV, into the run's folder.
+Prints Markdown and writes it, with the same as CSV, into the run's folder or ``--out``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from experiments.request import COLLECTIVES
 from experiments.tables import best_table, cells, encodings_table, latency_csv, select
 from fcomm import bootstrap, records
-from fcomm.cli import Parser
+from fcomm.cli import Parser, folder
 from fcomm.dtypes import reducible
 from fcomm.errors import ArgumentError
 from fcomm.source import LAUNCHES
@@ -37,6 +37,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="RATE",
         help="rate of the L2 in GB/s, where ranks share a GPU (as the run measured it)",
     )
+    p.add_argument("--out", type=Path, metavar="DIR", help="folder for the tables (the run's)")
     return p
 
 
@@ -46,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.l2_gbps is not None and not args.l2_gbps > 0:
         raise ArgumentError(f"--l2-gbps {args.l2_gbps:g} is not positive")
     run = records.load(args.run)
+    out = folder(args.out or args.run, "--out")
     latency = run.for_figures()
     of_it = latency[latency["collective"] == args.collective]
     there = [name for name in LAUNCHES if (of_it["dependent_launch"] == name).any()]
@@ -61,9 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(content)
         name = f"{what}-{args.collective}-{frame['dtype'].iloc[0]}-{frame['mode'].iloc[0]}-{launch}"
         for suffix, data in ((".md", content.encode()), (".csv", latency_csv(cells(frame, by, args.l2_gbps)))):
-            records.write_whole(args.run / f"{name}{suffix}", data)
+            records.write_whole(out / f"{name}{suffix}", data)
     return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(bootstrap.run(main))
+    raise SystemExit(bootstrap.run(main, alone=True))

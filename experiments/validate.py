@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from experiments import gate
-from experiments.fit import progress, replace_block
+from experiments.fit import block_of, replace_block
 from experiments.frames import grouped
 from experiments.link_model import Instructions, Link, calibrate, gbps, intervals
 from experiments.systems import SYSTEMS
 from experiments.tables import aligned, rows
 from fcomm import bootstrap, records
-from fcomm.cli import Parser
+from fcomm.cli import Parser, folder, progress
 from fcomm.errors import ArgumentError, RecordError
 from fcomm.sizes import format_size
 
@@ -261,6 +261,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = p.parse_args(argv)
     if args.record is not None and not args.record.strip():
         raise ArgumentError("--record needs words: what was changed since the attempt before, and why")
+    if args.docs is not None:
+        block_of(args.docs / "validation.md", "verdict")
+        folder(args.docs / "figures", "--docs")
     prices = Instructions.load()
     outcome = run(prices)
     spans = bootstrap_intervals(outcome, prices) if args.intervals or args.docs else None
@@ -299,4 +302,4 @@ def _into(docs: Path, outcome: Outcome, text: str) -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(bootstrap.run(main))
+    raise SystemExit(bootstrap.run(main, alone=True))

@@ -16,11 +16,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from fcomm import __version__
-from fcomm.cli import Parser, launcher_rank, reader_is_gone
-from fcomm.dtypes import BYTES, reducible
+from fcomm.cli import Parser, launcher_rank, listed, reader_is_gone
+from fcomm.dtypes import BYTES, movable, reducible
 from fcomm.errors import ArgumentError, FcommError, ModelError, NotAdmittedError, SetupError
 from fcomm.protocols import CELL_BYTES, protocol, protocols
-from fcomm.sizes import format_size, parse_size
+from fcomm.sizes import check_elements, format_size, parse_size
 from fcomm.source import LAUNCHES
 from fcomm.verify import command
 
@@ -85,8 +85,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    names = [] if options.protocol == "all" else _names(options.protocol)
-    return command.main(options, _numbers(options.ranks), names)
+    names = [] if options.protocol == "all" else listed(options.protocol, "--protocol")
+    return command.main(options, None if options.ranks is None else _numbers(options.ranks), names)
 
 
 def _info(options: argparse.Namespace) -> int:
@@ -131,11 +131,13 @@ def _explain(options: argparse.Namespace) -> int:
 
     if options.ranks < 2:
         raise ArgumentError(f"--ranks {options.ranks}: an exchange needs at least two ranks")
-    nbytes, dtype = parse_size(options.bytes), reducible(options.dtype)
+    nbytes = parse_size(options.bytes)
+    if options.collective == "all_gather":
+        dtype, itemsize = movable(options.dtype)
+    else:
+        dtype, itemsize = (element := reducible(options.dtype)).name, element.itemsize
     parts = options.ranks if options.collective == "reduce_scatter" else 1
-    if options.collective != "all_gather" and nbytes % (dtype.itemsize * parts):
-        equal = f" in {parts} equal parts" if parts > 1 else ""
-        raise ArgumentError(f"--bytes {options.bytes} is no whole number of {dtype.name} elements{equal}")
+    check_elements(nbytes, f"--bytes {options.bytes}", dtype, itemsize, parts)
     everything = frozenset[str]().union(*(p.needs for p in protocols().values()))
     machine = {"backend": "cuda", "device": "a GPU for each rank"}  # what the seed coefficients are asked for
     origin = models.named(options.model, machine) or models.seed(machine)
@@ -154,9 +156,9 @@ def _explain(options: argparse.Namespace) -> int:
         plain=settings.plain(),
         gpu=origin.model.gpu(options.ranks),
     )
-    found = explain(selector, options.collective, nbytes, dtype.name, model=words)
+    found = explain(selector, options.collective, nbytes, dtype, model=words)
     print(json.dumps(found.to_json(), indent=2) if options.json else found)
-    return 0
+    return 0 if found.choice is not None else 1
 
 
 def _specialisations(options: argparse.Namespace) -> list[Specialisation]:
@@ -164,9 +166,13 @@ def _specialisations(options: argparse.Namespace) -> list[Specialisation]:
 
     ranks = _numbers(options.ranks)
     every = options.protocol == "all"
-    wanted = list(protocols().values()) if every else [protocol(name) for name in _names(options.protocol)]
+    wanted = (
+        list(protocols().values()) if every else [protocol(name) for name in listed(options.protocol, "--protocol")]
+    )
     types = (
-        None if options.dtypes == "all" else [BYTES if t == "bytes" else reducible(t) for t in _names(options.dtypes)]
+        None
+        if options.dtypes == "all"
+        else [BYTES if t == "bytes" else reducible(t) for t in listed(options.dtypes, "--dtypes")]
     )
     # A protocol that only moves bytes has one kernel for all types.
     found = [
@@ -181,17 +187,13 @@ def _specialisations(options: argparse.Namespace) -> list[Specialisation]:
     return found
 
 
-def _names(listed: str) -> list[str]:
-    return list(dict.fromkeys(name.strip() for name in listed.split(",") if name.strip()))
-
-
-def _numbers(listed: str) -> list[int]:
+def _numbers(text: str) -> list[int]:
     try:
-        numbers = [int(n) for n in _names(listed)]
+        numbers = [int(n) for n in listed(text, "--ranks")]
     except ValueError:
-        raise ArgumentError(f"--ranks {listed}: write numbers of ranks, such as 2,4,8") from None
-    if not numbers or min(numbers) < 2:
-        raise ArgumentError(f"--ranks {listed}: an exchange needs at least two ranks")
+        raise ArgumentError(f"--ranks {text}: write numbers of ranks, such as 2,4,8") from None
+    if min(numbers) < 2:
+        raise ArgumentError(f"--ranks {text}: an exchange needs at least two ranks")
     return numbers
 
 

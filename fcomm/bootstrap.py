@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from fcomm.cli import reader_is_gone
+from fcomm.cli import launcher_rank, reader_is_gone
 from fcomm.errors import ArgumentError, DisagreementError, FcommError, NotAdmittedError, SetupError
 from fcomm.group import Group
 
@@ -61,13 +61,17 @@ def _machine_id() -> str:
 def unlink_library_segments() -> None:
     """Takes the names from the segments that MPICH made in MPI_Init: a job that is killed then leaves none in /dev/shm.
 
-    The memory stays until its last process ends. All ranks have mapped it when MPI_Init returns, so no one looks for the
-    name again; MPI_Finalize does not mind that it is gone.
+    Done when this module is imported, where a command begins and where a communicator does, for MPI_Init may come in between. The
+    memory stays until its last process ends. All ranks have mapped it when MPI_Init returns, so no one looks for the name
+    again; MPI_Finalize does not mind that it is gone.
     """
     with contextlib.suppress(OSError):
         maps = Path("/proc/self/maps").read_text()
         for name in set(re.findall(r"/dev/shm/mpich_shm_\S+$", maps, re.MULTILINE)):
             Path(name).unlink(missing_ok=True)
+
+
+unlink_library_segments()  # of a program that has imported mpi4py before, which is when MPI_Init is called
 
 
 def collectively(mpi: Group, step: Callable[[], T]) -> T:
@@ -103,12 +107,15 @@ def exit_code(error: BaseException) -> int:
     return 2 if isinstance(error, (ArgumentError, NotAdmittedError)) else 1
 
 
-def run(main: Callable[[Sequence[str] | None], int], argv: Sequence[str] | None = None) -> int:
+def run(main: Callable[[Sequence[str] | None], int], argv: Sequence[str] | None = None, *, alone: bool = False) -> int:
     """Runs a command's main and turns an error into one sentence and an exit code.
 
     Under more than one rank an error ends all of them: a rank that raised alone would leave the others waiting in the
-    next collective step.
+    next collective step. alone : the command is no job for ranks; of several that a launcher started the first one does it.
     """
+    if alone and launcher_rank() > 0:
+        return 0
+    unlink_library_segments()
     try:
         code = main(argv)
         sys.stdout.flush()
@@ -121,11 +128,14 @@ def run(main: Callable[[Sequence[str] | None], int], argv: Sequence[str] | None 
         code = 130
     except FcommError as error:
         code = exit_code(error)
-        _say(f"error: {error}")
+        if alone:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        else:
+            _say(f"error: {error}")
     except Exception:
         traceback.print_exc()
         code = 1
-    if (world := _world()) is not None:
+    if not alone and (world := _world()) is not None:
         sys.stderr.flush()
         sys.stdout.flush()
         _leave_together(world, code)

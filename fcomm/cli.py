@@ -5,17 +5,73 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from typing import NoReturn
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
 
 from fcomm.errors import ArgumentError
 
+T = TypeVar("T")
+
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that raises `ArgumentError` instead of printing its usage and leaving."""
+    """An argument parser that raises `ArgumentError` instead of printing its usage and leaving, and helps once under a launcher."""
 
     def error(self, message: str) -> NoReturn:
         """Called by argparse for a wrong command line."""
         raise ArgumentError(f"{message} (--help lists the options)")
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        if launcher_rank() == 0:
+            super()._print_message(message, file)
+
+
+def target(path: Path, option: str) -> None:
+    """Raises `ArgumentError` where no file can be written at `path`: to be called before the work whose result goes there."""
+    folder = path.parent
+    if path.is_dir():
+        why = "it is a folder"
+    elif not folder.is_dir():
+        why = f"there is no folder {folder}"
+    elif not os.access(path if path.exists() else folder, os.W_OK):
+        why = "permission denied"
+    else:
+        return
+    raise ArgumentError(f"{option} {path} cannot be written: {why}")
+
+
+def folder(path: Path, option: str) -> Path:
+    """Makes the folder that results go into, if it is not there; `ArgumentError` where it cannot be. Also to be called first."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ArgumentError(
+            f"cannot make the folder {path} ({error.strerror}): name another one with {option}"
+        ) from None
+    if not os.access(path, os.W_OK):
+        raise ArgumentError(f"the folder {path} cannot be written to: name another one with {option}")
+    return path
+
+
+def listed(text: str, option: str) -> list[str]:
+    """The names in a list with commas, each once; `ArgumentError` where there is none."""
+    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    if not names:
+        raise ArgumentError(f"{option} {text!r} names nothing")
+    return names
+
+
+def progress(items: Iterable[T], what: str, total: int | None = None) -> Iterator[T]:
+    """A bar for what takes longer than a moment: lively on a terminal, a line every ten seconds in a log; nothing of it stays."""
+    from tqdm import tqdm
+
+    interval = 0.2 if sys.stderr.isatty() else 10.0
+    # Closed here also where the reader stops early or fails, or the bar would stay as it was.
+    with tqdm(
+        items, what, total, file=sys.stderr, mininterval=interval, maxinterval=interval, delay=interval, dynamic_ncols=True,
+        leave=False,
+    ) as bar:  # fmt: skip
+        yield from bar
 
 
 def launcher_rank() -> int:

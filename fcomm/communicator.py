@@ -16,12 +16,13 @@ from fcomm.backends.base import Backend, LaunchShape, View
 from fcomm.dtypes import BYTES, REDUCIBLE, reducible
 from fcomm.errors import ArgumentError, ClosedError, DisagreementError, HangError, NotAdmittedError
 from fcomm.explanation import Explanation, explain
+from fcomm.grids import default_shape
 from fcomm.group import Group, as_group, is_mpi
 from fcomm.layout import CALL_WORDS, ERROR_DTYPE, FIRST_CALL_WORD, V2_MAX_BLOCKS, SlabLayout, error_message
-from fcomm.protocols import CELL_BYTES, GpuShare, Protocol, protocols, shard_bytes
+from fcomm.protocols import GpuShare, Protocol, hold, let_go, protocols, shard_bytes
 from fcomm.selector import AUTO, Selector
 from fcomm.sizes import format_size
-from fcomm.source import LAUNCHES, MAX_THREADS, Specialisation
+from fcomm.source import LAUNCHES, Specialisation, sources
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -90,26 +91,26 @@ class Plan:
         self.protocol = proto
         self.pieces = _pieces(comm, proto, nbytes)
         aligned = aligned and not any((p.nbytes | p.stride | p.part) % ALIGNMENT for p in self.pieces)
-        self.kernel = comm.backend.kernel(
-            Specialisation(proto, element, comm.world_size, aligned, comm.dependent_launch)
-        )
+        spec = Specialisation(proto, element, comm.world_size, aligned, comm.dependent_launch)
+        self.kernel = comm.backend.kernel(spec)
         most = proto.max_threads(comm.world_size)
         fitted = comm.selector.shape(proto, nbytes) if shape is None else None
-        wanted = shape or (LaunchShape(*fitted) if fitted else _default_shape(comm, proto, self.pieces[0]))
+        wanted = shape or LaunchShape(*(fitted or self._default_shape(comm)))
         if wanted.threads % WARP or not WARP <= wanted.threads <= most or wanted.blocks < 1:
             raise ArgumentError(
                 f"a launch shape is blocks >= 1 and threads a multiple of {WARP} up to {most}, not {wanted}"
             )
         # Each channel may have a grid running, and one that is let in before that is complete needs room of its own. A baseline
         # whose grid its authors fixed could only be refused: with its late trigger it has the risk that they took.
-        launch, rule = comm.dependent_launch, proto.algorithm.grid
+        launch, rule, channels = comm.dependent_launch, proto.algorithm.grid, comm.layout.channels
         fixed = rule is not None and rule.fixed
         grids = 1 if launch == "none" or (launch == "late" and fixed) else 2
-        resident = self.kernel.max_blocks(wanted.threads) // (grids * comm.layout.channels)
+        resident = self.kernel.max_blocks(wanted.threads, grids, channels)
         if resident < 1:
             raise ArgumentError(
-                f"{proto.name} with {wanted.threads} threads a block has no room for the {grids * comm.layout.channels} grids that "
-                f"{comm.layout.channels} channel(s) with dependent launch {launch!r} may have on this rank's SMs: use fewer threads"
+                f"{proto.name} with {wanted.threads} threads a block has no room for the {grids * channels} grids that {channels} "
+                f"channel(s) with dependent launch {comm.dependent_launch!r} may have on this rank's SMs: use fewer "
+                f"{'threads' if channels == 1 else 'channels'}"
             )
         self.shape = LaunchShape(min(wanted.blocks, resident), wanted.threads)
         if fixed:
@@ -120,32 +121,16 @@ class Plan:
         self.params["aligned"] = aligned
         self._words = self.params.view(np.uint64)[FIRST_CALL_WORD : FIRST_CALL_WORD + len(CALL_WORDS)]
 
+    def _default_shape(self, comm: Communicator) -> tuple[int, int]:
+        first, n = self.pieces[0], comm.world_size
+        taken = first.part * n if self.protocol.collective == "reduce_scatter" else first.nbytes
+        return default_shape(self.protocol, taken, n, comm.gpu)
+
     def launch(self, backend: Backend, src: View, dst: View, stream: Any) -> None:
         words = self._words
         for piece in self.pieces:
             words[:] = (src.address + piece.offset, dst.address + piece.offset, piece.nbytes, piece.stride, piece.part)
             backend.launch(self.kernel, self.shape, self.params, stream)
-
-
-def _default_shape(comm: Communicator, proto: Protocol, piece: Piece) -> LaunchShape:
-    """What the protocol's authors set or, without such a rule or on a backend that has no SMs, the backend's default."""
-    rule = proto.algorithm.grid
-    longest = piece.part if "shard" in proto.algorithm.phases else piece.nbytes
-    if rule is not None and comm.gpu is not None:
-        return LaunchShape(*rule.shape(-(-longest // CELL_BYTES), comm.gpu))
-    if rule is not None and rule.fixed:
-        return comm.backend.default_shape(1 << 30)  # one that no message changes
-    if not proto.encodings:
-        return comm.backend.default_shape(-(-longest // CELL_BYTES))
-    encoding = proto.encodings[0]
-    sharded = "shard" in proto.algorithm.phases
-    parts = comm.world_size if sharded else 1  # a thread has one cell of one part
-    # Whole messages gain from the largest blocks once a grid of smaller ones is full; shards were measured not to.
-    most = MAX_THREADS if sharded else proto.max_threads(comm.world_size)
-    shape = comm.backend.default_shape(encoding.cells(longest) * parts, most)
-    if encoding.max_chunks:  # a chunk is one block's, and takes a fence: the more at a time the better
-        return LaunchShape(encoding.chunks(longest), shape.threads)
-    return shape
 
 
 @dataclass(frozen=True)
@@ -224,11 +209,11 @@ class Communicator:
         Seconds until a wait for a peer is given up; default FCOMM_TIMEOUT_S.
     dependent_launch : {"none", "late", "early"}
         "late": a call's grid may be scheduled while the kernel before it in the stream ends, and waits for that one
-        before it touches anything; its own successor may be scheduled when all its blocks have stored their output.
-        "early": when all its blocks have begun, which takes room for two grids of every rank, and is the caller's promise
-        that whatever follows in the stream waits before it reads a result or overwrites an input: kernels of other
-        launches without the attribute do, kernels with it that never wait do not. Without effect below compute
-        capability 9.0 and on the cpu backend (`no_dependent_launch` says why).
+        before it touches anything; its own successor may be scheduled when each of its blocks has a thread that is done.
+        "early": when all its blocks have begun, which is the caller's promise that whatever follows in the stream waits
+        before it reads a result or overwrites an input: kernels of other launches without the attribute do, kernels with
+        it that never wait do not. Without effect below compute capability 9.0 and on the cpu backend (`no_dependent_launch` says why). Both take room for two grids of every rank;
+        where ranks share a GPU, a call does not overlap the one before if their blocks differ and might not fit together.
     model : path or Model, optional
         Cost model that protocols are chosen by, the same on all ranks; "seed" for the coefficients of the package. Default:
         FCOMM_MODEL, else the one of this machine in the cache folder, else "seed".
@@ -289,9 +274,12 @@ class Communicator:
 
         self.layout, self.timeout_s, self.checked = bootstrap.collectively(mpi, local)
         name = bootstrap.collectively(mpi, lambda: backend if backend != "auto" else settings.backend())
-        self._forced, self._plain = settings.protocol(), settings.plain()
+        self._forced, self._plain = bootstrap.collectively(mpi, lambda: (settings.protocol(), settings.plain()))
         told = (name, max_bytes, channels, self.checked, self._forced, self._plain, dependent_launch)
         bootstrap.agree(mpi, told, "backend, sizes and settings")
+        bootstrap.agree(
+            mpi, bootstrap.collectively(mpi, sources), "the kernels (hash of their sources, registered encodings)"
+        )
         bootstrap.check_node(mpi)
         name = resolve_backend(name, mpi)
         made: Backend = bootstrap.collectively(mpi, lambda: _make_backend(name, mpi, device))
@@ -310,6 +298,7 @@ class Communicator:
         self._errors = made.error_records()
         self._failed: str | None = None
         self._closed = False
+        hold(self)
         mpi.barrier()  # no one pushes before all slabs are cleared
 
     def _select(self, model: models.Origin) -> None:
@@ -576,6 +565,7 @@ class Communicator:
         if self._closed:
             return
         self._closed = True
+        let_go(self)
         self.backend.synchronize()
         untold: HangError | None = None
         try:

@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import Any
 
 from fcomm import settings
-from fcomm.backends.base import cpu_shape, gpu_shape
 from fcomm.errors import ModelError
+from fcomm.grids import default_shape
 from fcomm.layout import SlabLayout
-from fcomm.protocols import CELL_BYTES, MAX_THREADS, GpuShare, Protocol, protocols, shard_bytes
+from fcomm.protocols import CELL_BYTES, GpuShare, Protocol, derived, protocols, shard_bytes
 
 SCHEMA = 1
 """Version of a model's file; it changes when a coefficient or a count changes its meaning."""
@@ -100,6 +100,7 @@ def work(protocol: Protocol, nbytes: int, world_size: int, shape: tuple[int, int
     return _work(protocol.name, nbytes, world_size, shape)
 
 
+@derived
 @lru_cache(maxsize=1 << 16)  # by name: hashing a protocol takes longer than a prediction
 def _work(name: str, nbytes: int, world_size: int, shape: tuple[int, int]) -> Work:
     protocol = protocols()[name]
@@ -144,40 +145,7 @@ def _work(name: str, nbytes: int, world_size: int, shape: tuple[int, int]) -> Wo
     )
 
 
-def default_shape(protocol: Protocol, nbytes: int, world_size: int, gpu: GpuShare | None) -> tuple[int, int]:
-    """Blocks and threads that the communicator launches where nobody asks for others, before they are clamped to residency.
-
-    gpu : the rank's share; None for the cpu backend.
-    """
-    return _default_shape(protocol.name, nbytes, world_size, gpu)
-
-
-@lru_cache(maxsize=1 << 16)
-def _default_shape(name: str, nbytes: int, world_size: int, gpu: GpuShare | None) -> tuple[int, int]:
-    protocol = protocols()[name]
-    sharded = "shard" in protocol.algorithm.phases
-    size = nbytes
-    if sharded:
-        size = nbytes // world_size if protocol.collective == "reduce_scatter" else shard_bytes(nbytes, world_size)
-    rule = protocol.algorithm.grid
-    cells = -(-size // CELL_BYTES)
-    if rule is not None and gpu is not None:
-        return rule.shape(cells, gpu)
-    encoding = protocol.encodings[0] if protocol.encodings else None
-    if rule is not None and rule.fixed:
-        cells = 1 << 30
-    elif encoding is not None:
-        cells = encoding.cells(size) * (world_size if sharded else 1)
-    if gpu is None:
-        shape = cpu_shape(cells)
-    else:
-        most = MAX_THREADS if sharded or encoding is None else protocol.max_threads(world_size)
-        shape = gpu_shape(cells, gpu.sms, most, sharded)
-    if encoding is not None and encoding.max_chunks:
-        return max(1, encoding.chunks(size)), shape.threads
-    return shape.blocks, shape.threads
-
-
+@derived
 @lru_cache(maxsize=256)
 def _layout(world_size: int, max_bytes: int) -> SlabLayout:
     return SlabLayout(world_size, max_bytes)
@@ -191,6 +159,7 @@ def pieces(protocol: Protocol, nbytes: int, world_size: int, max_bytes: int) -> 
     return _pieces(protocol.name, nbytes, world_size, max_bytes)
 
 
+@derived
 @lru_cache(maxsize=1 << 16)
 def _pieces(name: str, nbytes: int, world_size: int, max_bytes: int) -> tuple[tuple[int, int], ...]:
     protocol = protocols()[name]
@@ -234,17 +203,19 @@ def machine_key(machine: Mapping[str, Any]) -> str:
     return f"{'-'.join(filter(None, words.split('-')))[:40]}-{_sha256(machine)[:12]}"
 
 
-def model_path(machine: Mapping[str, Any]) -> Path:
-    """Where this machine's model is kept: in the user's cache folder (FCOMM_CACHE_DIR)."""
-    return settings.cache_dir() / "models" / f"{machine_key(machine)}.json"
+def model_path(machine: Mapping[str, Any], ranks: Sequence[int]) -> Path:
+    """Where this machine's model that was fitted to those world sizes is kept: in the user's cache folder (FCOMM_CACHE_DIR)."""
+    fitted_to = f"-n{'.'.join(map(str, ranks))}" if ranks else ""
+    return settings.cache_dir() / "models" / f"{machine_key(machine)}{fitted_to}.json"
 
 
-def find(machine: Mapping[str, Any]) -> Model | None:
-    """The machine's model, or None where it has none; `ModelError` where there is one that cannot be used."""
-    path = model_path(machine)
-    return Model.load(path) if path.is_file() else None
+def kept(machine: Mapping[str, Any]) -> list[Path]:
+    """Files of all the models that this machine has in the cache folder, one for each set of world sizes; in no order of worth."""
+    one = model_path(machine, ())
+    return sorted(one.parent.glob(f"{one.stem}*.json"))
 
 
+@derived
 @cache
 def protocols_hash() -> str:
     """Hash of the registry as far as a prediction depends on it: which protocols there are, and what each one sends."""

@@ -41,3 +41,16 @@ def reducible(name: str) -> ElementType:
     if found is None:
         raise ArgumentError(f"dtype {name} cannot be reduced; use one of {', '.join(REDUCIBLE)}")
     return found
+
+
+def movable(name: str) -> tuple[str, int]:
+    """Name and bytes of any element type of fixed size, for what only moves bytes; `ArgumentError` where there is no such type."""
+    if name == BYTES.name:
+        return name, BYTES.itemsize
+    try:
+        found = np.dtype(ALIASES.get(name, name))
+    except TypeError:
+        raise ArgumentError(f"there is no dtype {name!r}: use a name of NumPy's, such as int8, or bfloat16") from None
+    if found.hasobject or not found.itemsize:
+        raise ArgumentError(f"dtype {name!r} has no bytes that could be sent")
+    return found.name, found.itemsize

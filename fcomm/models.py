@@ -84,21 +84,48 @@ def find(wanted: str | Path | Model | None, machine: Mapping[str, Any], world_si
         if why is not None:
             raise ModelError(f"the {origin.words}, cannot be used: {why}")
         return origin
-    path = cost_model.model_path(machine)
     how = (
         "protocols are chosen by the package's seed coefficients; to measure this machine, run mpirun -n "
         f"{world_size} python -m experiments.calibrate --save"
     )
-    try:
-        model = cost_model.find(machine)
-    except ModelError as error:
-        return replace(seed(machine), note=f"{error}; {how}")
-    if model is None:
-        return replace(seed(machine), note=f"there is no cost model of this machine; {how}")
-    why = mismatch(model, machine)
-    if why is not None:
-        return replace(seed(machine), note=f"the cost model {path} was left alone: {why}; {how}")
+    found, left_alone = _in_cache(machine, world_size)
+    if found is None:
+        return replace(seed(machine), note=f"{left_alone or 'there is no cost model of this machine'}; {how}")
+    path, model = found
     return Origin(model, _words(model, f"from {path}"))
+
+
+def _in_cache(machine: Mapping[str, Any], world_size: int) -> tuple[tuple[Path, Model] | None, str]:
+    """The best of the machine's models in the cache folder, else why the newest of them is left alone (nothing: there is none).
+
+    Best is one that was fitted to this world size, the newest of several; else the one that was fitted to most, since it knows
+    best how prices go with the number of ranks.
+    """
+    usable: list[tuple[tuple[bool, int, int], Path, Model]] = []
+    left_alone: list[tuple[int, str]] = []
+    for path in cost_model.kept(machine):
+        written_ns = _written_ns(path)
+        try:
+            model = Model.load(path)
+        except ModelError as error:
+            left_alone.append((written_ns, str(error)))
+            continue
+        why = mismatch(model, machine)
+        if why is not None:
+            left_alone.append((written_ns, f"the cost model {path} was left alone: {why}"))
+            continue
+        fits = world_size in model.ranks
+        usable.append(((fits, 0 if fits else len(model.ranks), written_ns), path, model))
+    if usable:
+        return max(usable, key=lambda one: one[0])[1:], ""
+    return None, max(left_alone, default=(0, ""))[1]
+
+
+def _written_ns(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 def agree(mpi: Group, wanted: str | Path | Model | None, backend: Backend) -> Origin:

@@ -8,11 +8,13 @@ entry in `ENCODINGS`; or, from a program of one's own, a file anywhere and a cal
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any, TypeVar
 
 from fcomm.dtypes import BYTES, REDUCIBLE, ElementType
 from fcomm.errors import ArgumentError, NotAdmittedError
@@ -20,6 +22,9 @@ from fcomm.sizes import round_up
 
 CELL_BYTES = 16
 """Bytes of a cell: what one thread reads or writes of a slot at a time, in every encoding."""
+
+MIN_CHUNK_CELLS = 64
+"""Cells of a chunk at least, where evidence is a word for each chunk."""
 
 MAX_THREADS = 512
 """Threads per block that kernels are compiled for, if their algorithm says nothing else: 128 registers for each."""
@@ -71,7 +76,7 @@ class Encoding:
         """Chunks with an epoch word each; see ``kernels_cu/wire/flag.cuh``."""
         if not self.max_chunks:
             return 0
-        size = max(64, round_up(-(-self.cells(nbytes) // self.max_chunks), 32))
+        size = max(MIN_CHUNK_CELLS, round_up(-(-self.cells(nbytes) // self.max_chunks), 32))
         return -(-self.cells(nbytes) // size)
 
     def slot_bytes(self, nbytes: int) -> int:
@@ -298,6 +303,30 @@ ENCODINGS: Mapping[str, Encoding] = MappingProxyType(_encodings)
 _include: dict[str, Path] = {}
 """Folders of the headers of registered encodings, by the encoding's name."""
 
+_holders: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Who would break if an encoding were added now: open communicators, whose slabs have a region for each one there was."""
+
+_derived: list[Callable[[], None]] = []
+
+Cached = TypeVar("Cached", bound=Callable[..., Any])
+
+
+def derived(function: Cached) -> Cached:
+    """For a cached function of the registry, above its cache: forgets what it knows when an encoding is registered."""
+    _derived.append(function.cache_clear)  # type: ignore[attr-defined]
+    return function
+
+
+def hold(owner: object) -> None:
+    """No encoding may be registered from now on, until `owner` lets go or is no more."""
+    _holders.add(owner)
+
+
+def let_go(owner: object) -> None:
+    """See `hold`."""
+    _holders.discard(owner)
+
+
 _MIB = 1 << 20
 V2_PUSH_UP_TO: Mapping[str, Mapping[int, int]] = MappingProxyType(
     {
@@ -422,12 +451,20 @@ def register(encoding: Encoding, include: str | Path) -> None:
     """Adds an encoding of one's own: from then on every algorithm exists with it, in every list, sweep and figure.
 
     include : folder that `encoding.header` lies in; the header may include the kernels' own, as ``"wire/base.cuh"``. Call it
-    alike on all ranks and before the first communicator, whose slab has a region for each encoding. The same name again
-    replaces what was registered under it. Raises `ArgumentError` for an encoding that cannot be.
+    alike on all ranks (a communicator compares) and while no communicator is open, since a slab has a region for each
+    encoding. The same name again replaces what was registered under it. Raises `ArgumentError` for an encoding that cannot
+    be; where it says other things than its struct in the header, its kernels do not compile (`source.claims`).
     """
-    from fcomm import source  # which imports this module
+    from fcomm import source, topology  # which import this module, or are of no other use here
 
     folder, name = Path(include).resolve(), encoding.name
+    if _include.get(name) == folder and _encodings[name] == encoding:
+        return
+    if _holders:
+        raise ArgumentError(
+            f"{name} comes too late: a communicator is open, and its slab has no place for it; register before the first "
+            "Communicator, or close() the one that there is"
+        )
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
         raise ArgumentError(f"an encoding is named in small letters, digits and underscores, not {name!r}")
     if not re.fullmatch(r"[A-Za-z_]\w*", encoding.kernel_type):
@@ -447,9 +484,18 @@ def register(encoding: Encoding, include: str | Path) -> None:
             f"{name} carries {encoding.group_payload} bytes in {encoding.group_cells} cells of {CELL_BYTES}: a positive multiple "
             "of 4 that fits is needed"
         )
+    if encoding.rearm_bytes_per_cell:
+        raise ArgumentError(
+            f"{name} sets back {encoding.rearm_bytes_per_cell} bytes a cell, which a sentinel does: with two copies it is 0"
+        )
+    known = frozenset[str]().union(*topology.LINK_CAPABILITIES.values())
+    if unknown := sorted(encoding.needs - known):
+        raise ArgumentError(
+            f"{name} needs {', '.join(unknown)}, which no link has; there are {', '.join(sorted(known))}"
+        )
     _encodings[name], _include[name] = encoding, folder
-    protocols.cache_clear()
-    left_out.cache_clear()
+    for forget in _derived:
+        forget()
 
 
 def registered() -> Mapping[str, Path]:
@@ -457,12 +503,14 @@ def registered() -> Mapping[str, Path]:
     return {name: folder / _encodings[name].header for name, folder in _include.items()}
 
 
+@derived
 @cache
 def protocols() -> Mapping[str, Protocol]:
     """All protocols by name, in a fixed order (alike on all ranks)."""
     return MappingProxyType(_build()[0])
 
 
+@derived
 @cache
 def left_out() -> Mapping[str, str]:
     """Combinations of algorithm and encoding that do not exist, each with the reason."""

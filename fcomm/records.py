@@ -174,21 +174,19 @@ def _schema(columns: Sequence[Column]) -> Any:
 
 
 @contextmanager
-def _writing(path: Path) -> Iterator[None]:
+def _writing(path: Path, elsewhere: str = "name another folder with --out") -> Iterator[None]:
     """Turns the operating system's refusals into one sentence."""
     try:
         yield
     except OSError as error:
         reason = error.strerror or str(error)
-        raise RecordError(
-            f"cannot write {path} ({reason}): free space there, or name another folder with --out"
-        ) from None
+        raise RecordError(f"cannot write {path} ({reason}): free space there, or {elsewhere}") from None
 
 
 def write_whole(path: Path, content: bytes) -> None:
     """Puts a file in its place whole, or leaves what was there; raises `RecordError`."""
     scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with _writing(path):
+    with _writing(path, "have it written elsewhere"):
         try:
             with scratch.open("wb") as f:
                 f.write(content)
@@ -472,18 +470,21 @@ def export(source: Path, destination: Path, limit_bytes: int, launch_feature: st
         raise RecordError(f"{source} is not complete: finish it with --resume {source}")
     if run.summary is not None:
         raise RecordError(f"{source} is a slim copy already")
-    with _writing(destination):
+    there = list(run.cases["dependent_launch"].unique())
+    if launch_feature is not None and launch_feature not in there:
+        raise RecordError(f"{source} has no case with dependent launch {launch_feature}; it has {', '.join(there)}")
+    with _writing(destination, "name another folder"):
         destination.mkdir(parents=True, exist_ok=True)
         if any(destination.iterdir()):
             raise RecordError(f"{destination} is not empty: name a new folder")
     for calls in SLIM_CALLS:
-        with _writing(destination):
+        with _writing(destination, "name another folder"):
             scratch = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", dir=destination.parent))
         try:
             _write_slim(run, scratch, calls, launch_feature)
             size = sum(p.stat().st_size for p in scratch.rglob("*") if p.is_file())
             if size <= limit_bytes:
-                with _writing(destination):
+                with _writing(destination, "name another folder"):
                     scratch.chmod(0o755)
                     scratch.replace(destination)
                 return calls
@@ -699,7 +700,15 @@ def _read_json(path: Path) -> Any:
 
 def _read_run_file(path: Path) -> dict[str, Any]:
     if not (path / "run.json").is_file():
-        raise RecordError(f"{path} is not a run: it has no run.json")
+        inside = runs(path)
+        why = (
+            f"it holds runs: name one, such as {inside[-1]}"
+            if inside
+            else "it has no run.json"
+            if path.is_dir()
+            else "there is no such folder"
+        )
+        raise RecordError(f"{path} is not a run: {why}")
     content = _read_json(path / "run.json")
     version = content.get("schema_version") if isinstance(content, dict) else None
     if version != SCHEMA_VERSION:

@@ -132,7 +132,13 @@ class Selector:
         key = (collective, nbytes, dtype, name)
         found = self._choices.get(key)
         if found is None:
-            found = self._choices[key] = self._choose(collective, nbytes, dtype, self.name_for(collective, name))
+            try:
+                wanted = self.name_for(collective, name)
+                found = self._choices[key] = self._choose(collective, nbytes, dtype, wanted)
+            except NotAdmittedError as error:
+                if name != AUTO or self.forced is None or self.plain:
+                    raise
+                raise NotAdmittedError(f"FCOMM_PROTOCOL={self.forced}: {error}") from None
         return found
 
     def name_for(self, collective: str, name: str = AUTO) -> str:

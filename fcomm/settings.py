@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from fcomm.errors import ArgumentError
+from fcomm.errors import ArgumentError, NotAdmittedError
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,16 @@ def backend() -> str:
 
 
 def protocol() -> str | None:
-    """Name of the forced protocol, or None."""
+    """Name of the forced protocol, or None. Encodings of one's own have to be registered before it is asked for."""
     value = _get("FCOMM_PROTOCOL")
-    return None if value in (None, "auto") else value
+    if value is None or value == "auto":
+        return None
+    from fcomm.protocols import protocol as known
+
+    try:
+        return known(value).name
+    except NotAdmittedError as error:
+        raise ArgumentError(f"FCOMM_PROTOCOL={value}: {error}") from None
 
 
 def plain() -> bool:

@@ -30,3 +30,10 @@ def format_size(nbytes: int) -> str:
 def round_up(value: int, granule: int) -> int:
     """The smallest multiple of `granule` that is not below `value`."""
     return -(-value // granule) * granule
+
+
+def check_elements(nbytes: int, what: str, dtype: str, itemsize: int, parts: int = 1) -> None:
+    """`ArgumentError` unless a message is a whole number of elements in that many equal parts. what : the message, for readers."""
+    if nbytes % (itemsize * parts):
+        equal = f" in {parts} equal parts" if parts > 1 else ""
+        raise ArgumentError(f"{what} is no whole number of {dtype} elements{equal}")

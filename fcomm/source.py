@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
 from fcomm.dtypes import ElementType
 from fcomm.errors import SetupError
+from fcomm.protocols import ENCODINGS, MIN_CHUNK_CELLS, Encoding, Protocol, registered
 from fcomm.protocols import MAX_THREADS as MAX_THREADS
-from fcomm.protocols import Protocol, registered
 
 OPTIONS = ("-std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
 """What NVRTC is told: IEEE arithmetic, no flush to zero, no contraction."""
@@ -66,6 +66,7 @@ class Specialisation:
                 f"#define FC_TRIGGER {LAUNCHES.index(self.launch)}",
                 f"#define FC_MAX_THREADS {self.protocol.max_threads(self.world_size)}",
                 *(f'#include "{h}"' for h in headers),
+                *(line for e in dict.fromkeys(self.protocol.encodings) for line in claims(e)),
                 f"FC_KERNEL((fc::{self.protocol.algorithm.kernel}<{arguments}>))",
                 "",
             ]
@@ -74,6 +75,27 @@ class Specialisation:
     def text(self) -> str:
         """The whole source as one string."""
         return flatten(self.root_text())
+
+
+def claims(encoding: Encoding) -> list[str]:
+    """What the registry says of an encoding's layout and its struct says too, as assertions: hosts go by the one, kernels by the
+    other.
+    """
+    wire = f"fc::wire::{encoding.kernel_type}"
+    said = {
+        "group_cells": (f"{wire}::kGroupCells", encoding.group_cells),
+        "group_payload": (f"{wire}::kGroupBytes", encoding.group_payload),
+        "copies": (f"({wire}::kState < 0 ? 2 : 3)", encoding.copies),
+        "header_bytes (4 x max_chunks)": (f"{wire}::kHeaderBytes", encoding.header_bytes),
+        "max_chunks > 0": (f"{wire}::kChunked", int(encoding.max_chunks > 0)),
+    }
+    if encoding.max_chunks:
+        said["max_chunks"] = (f"{wire}::kMaxChunks", encoding.max_chunks)
+        said["the least cells of a chunk"] = (f"{wire}::kMinChunkCells", MIN_CHUNK_CELLS)
+    return [
+        f'static_assert({theirs} == {ours}, "{encoding.name}: {what} is {ours} in its Encoding, and not in {encoding.header}");'
+        for what, (theirs, ours) in said.items()
+    ]
 
 
 def flatten(text: str, root: Path | None = None) -> str:
@@ -138,3 +160,12 @@ def source_hash() -> str:
     for name, header in sorted(headers.items()):
         digest.update(name.encode() + b"\0" + _code(flatten(header.read_text())).encode() + b"\0")
     return digest.hexdigest()
+
+
+def sources() -> str:
+    """`source_hash` and the registered encodings as they were described: what must be alike on all ranks."""
+    described = [
+        f"{name} ({', '.join(f'{k} {sorted(v) if isinstance(v, frozenset) else v}' for k, v in asdict(ENCODINGS[name]).items())})"
+        for name in registered()
+    ]
+    return " with ".join([source_hash()[:16], *described])

@@ -99,16 +99,24 @@ def mps_is_dead() -> bool:
     return mps_control().exists() and shutil.which(_MPS_TOOL) is not None and _ask_mps() is None
 
 
-def _ask_mps(patience_s: float = 10.0) -> str | None:
+MPS_PATIENCE_S = 10.0
+
+
+def _ask_mps() -> str | None:
     """The daemon's list of servers (it starts one for its first client); None if it does not answer.
 
     It speaks with one at a time and turns others away, so the ranks, which all ask at once, try again.
     """
-    end = time.monotonic() + patience_s
+    end = time.monotonic() + MPS_PATIENCE_S
     while True:
         try:
             done = subprocess.run(
-                [_MPS_TOOL], input="get_server_list\n", capture_output=True, text=True, timeout=patience_s, check=False
+                [_MPS_TOOL],
+                input="get_server_list\n",
+                capture_output=True,
+                text=True,
+                timeout=MPS_PATIENCE_S,
+                check=False,
             )
         except (OSError, subprocess.TimeoutExpired):
             return None

@@ -1004,6 +1004,28 @@ def models_that_do_not_fit_are_refused_on_all_ranks(comm: fcomm.Communicator) ->
 
 
 @case
+def an_encoding_cannot_come_while_a_communicator_is_open(comm: fcomm.Communicator) -> None:
+    late = replace(fcomm.protocols()["one_shot.ll16"].encodings[0], name="late")
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "late.cuh").touch()
+        with refused("late comes too late: a communicator is open", "register before the first Communicator"):
+            fcomm.register(replace(late, header="late.cuh"), folder)
+    assert "one_shot.late" not in comm.admitted("float32")
+
+
+@case
+def ranks_with_other_kernels_all_say_so(comm: fcomm.Communicator) -> None:
+    """A header of one's own that was edited on one machine, or a checkout that is older."""
+    if comm.world_size == 1:
+        return
+    last = comm.world_size - 1
+    with mock.patch("fcomm.communicator.sources", return_value="new" if comm.rank == last else "old"):
+        said = same_error(comm, DisagreementError, model="seed")
+    assert said.startswith("the ranks disagree on the kernels"), said
+    assert said.endswith(f"rank 0 has old, rank {last} has new"), said
+
+
+@case
 def ranks_with_different_models_all_say_so(comm: fcomm.Communicator) -> None:
     if comm.world_size == 1:
         return
@@ -1024,7 +1046,7 @@ def a_model_in_the_cache_is_found_and_one_that_does_not_fit_is_left_alone(comm: 
         return
     good = fitted(comm, "two_shot.ll")
     with shared_folder(comm) as folder, environment(FCOMM_MODEL=None, FCOMM_CACHE_DIR=str(folder)):
-        path = cost_model.model_path(good.machine)
+        path = cost_model.model_path(good.machine, good.ranks)
 
         def note() -> str:
             with make(comm) as other:
@@ -1094,7 +1116,7 @@ def the_path_is_logged_once_for_each_size_class(comm: fcomm.Communicator) -> Non
     try:
         with (
             environment(FCOMM_MODEL=None),
-            mock.patch.object(cost_model, "find", return_value=None),
+            mock.patch.object(cost_model, "kept", return_value=[]),
             make(comm) as other,
         ):
             for count in (1000, 1024, 1000, 600, 1025, 2000):  # in bytes: up to 4 KiB four times, up to 8 KiB twice

@@ -25,7 +25,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = ROOT / "notebooks"
 METADATA = {
-    "jupytext": {"formats": "ipynb,py:percent"},
+    # Without the filter each sync would put the version of whoever ran it into the sources.
+    "jupytext": {
+        "formats": "ipynb,py:percent",
+        "notebook_metadata_filter": "-jupytext.text_representation.jupytext_version",
+    },
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
 }

@@ -68,8 +68,8 @@ def cpu_shape(cells: int) -> LaunchShape:
 class Kernel(Protocol):
     """A compiled specialisation."""
 
-    def max_blocks(self, threads: int) -> int:
-        """Blocks of that many threads that this rank may have resident at a time."""
+    def max_blocks(self, threads: int, grids: int = 1, channels: int = 1) -> int:
+        """Blocks of that many threads that a grid of this rank may have, where each channel has so many grids at a time."""
 
 
 class Backend(Protocol):
@@ -107,9 +107,6 @@ class Backend(Protocol):
 
     def kernel(self, spec: Specialisation) -> Kernel:
         """Compiles a specialisation, or finds it compiled."""
-
-    def default_shape(self, cells: int, most: int = MAX_THREADS) -> LaunchShape:
-        """Launch shape for that many cells when nobody asked for one; not clamped to what is resident."""
 
     def launch(self, kernel: Any, shape: LaunchShape, params: NDArray[np.void], stream: Any) -> None:
         """Starts a grid on a stream. `params` is copied before this returns."""

@@ -6,6 +6,7 @@ are times of an emulation.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import mmap
@@ -15,6 +16,7 @@ import shutil
 import stat
 import subprocess
 import tempfile
+import time
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,12 +29,12 @@ from filelock import FileLock
 from numpy.typing import NDArray
 
 from fcomm import bootstrap, interop, settings
-from fcomm.backends.base import LaunchShape, View, cpu_shape
+from fcomm.backends.base import LaunchShape, View
 from fcomm.dtypes import REDUCIBLE
 from fcomm.errors import ArgumentError, SetupError
 from fcomm.group import Group
 from fcomm.layout import CONTROL_BYTES, CONTROL_DTYPE, ERROR_DTYPE, SlabLayout
-from fcomm.source import MAX_THREADS, Specialisation
+from fcomm.source import Specialisation
 
 T = TypeVar("T")
 
@@ -108,6 +110,20 @@ def build(spec: Specialisation, defines: tuple[str, ...] = ()) -> Path:
     return build_text(text, spec.name)
 
 
+SCRATCH = ".scratch"
+STALE_S = 3600.0
+"""A folder in which nothing was written for so long is no build's any more: a compiler takes seconds."""
+
+
+def _clear_away(folder: Path, name: str) -> None:
+    """Removes the scratch folders of builds that were killed: of this name, whose lock the caller holds, and old ones of any."""
+    stale = time.time() - STALE_S
+    for scratch in folder.glob(f"*~*{SCRATCH}"):
+        with contextlib.suppress(OSError):  # gone meanwhile
+            if scratch.name.startswith(f"{name}~") or scratch.stat().st_mtime < stale:
+                shutil.rmtree(scratch, ignore_errors=True)
+
+
 def build_text(text: str, name: str, folder_name: str = "cpu", flags: tuple[str, ...] = FLAGS) -> Path:
     """Compiles C++ to a shared library in a folder of the cache, or finds it there.
 
@@ -119,11 +135,13 @@ def build_text(text: str, name: str, folder_name: str = "cpu", flags: tuple[str,
     if library.exists():
         return library
     try:
-        with FileLock(str(folder / f"{name}.lock")), tempfile.TemporaryDirectory(dir=folder) as scratch:
+        with FileLock(str(folder / f"{name}.lock")):
+            _clear_away(folder, name)
             if not library.exists():  # nobody built it while this rank waited
-                source = Path(scratch) / "kernel.cpp"
-                source.write_text(text)
-                _compile(source, name, flags).replace(library)
+                with tempfile.TemporaryDirectory(prefix=f"{name}~", suffix=SCRATCH, dir=folder) as scratch:
+                    source = Path(scratch) / "kernel.cpp"
+                    source.write_text(text)
+                    _compile(source, name, flags).replace(library)
     except OSError as error:
         raise SetupError(f"cannot write to the cache folder {folder} ({error.strerror})") from None
     return library
@@ -158,7 +176,8 @@ class CpuKernel:
         self.run.restype = ctypes.c_int
         self.struct_sizes = tuple((ctypes.c_uint * 3).in_dll(self._library, "fc_sizes"))
 
-    def max_blocks(self, threads: int) -> int:
+    def max_blocks(self, threads: int, grids: int = 1, channels: int = 1) -> int:
+        """A launch returns when its grid is complete, so there is never a second one beside it."""
         return max(1, MAX_FIBERS // threads)
 
 
@@ -266,9 +285,6 @@ class CpuBackend:
         if key not in self._kernels:
             self._kernels[key] = CpuKernel(build(spec))
         return self._kernels[key]
-
-    def default_shape(self, cells: int, most: int = MAX_THREADS) -> LaunchShape:
-        return cpu_shape(cells)
 
     def launch(self, kernel: CpuKernel, shape: LaunchShape, params: NDArray[np.void], stream: Any) -> None:
         if kernel.run(params.ctypes.data, shape.blocks, shape.threads) != 0:

@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 import sys
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fcomm import bootstrap, interop, topology
-from fcomm.backends.base import LaunchShape, View, gpu_shape
+from fcomm.backends.base import LaunchShape, View
 from fcomm.dtypes import REDUCIBLE
 from fcomm.errors import ArgumentError, DeviceError, FcommError, SetupError
+from fcomm.grids import fit_together, most_blocks
 from fcomm.group import Group
 from fcomm.layout import CONTROL_BYTES, CONTROL_DTYPE, ERROR_DTYPE, SLAB_GRANULE, SlabLayout, params_dtype
 from fcomm.source import MAX_THREADS, OPTIONS, Specialisation, flatten
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 T = TypeVar("T")
+log = logging.getLogger("fcomm")
 
 PROBE_OFFSET = 2048
 
@@ -89,21 +92,33 @@ class CudaKernel:
     def __init__(self, name: str, loaded: tuple[int, Any, int, int], sms: int) -> None:
         self.name = name
         self.pointer, self._owner, self.registers, self.local_bytes = loaded
-        self._sms = sms
-        self._blocks: dict[int, int] = {}
+        self.sms = sms
+        self._per_sm: dict[int, int] = {}
 
-    def max_blocks(self, threads: int) -> int:
-        found = self._blocks.get(threads)
+    def per_sm(self, threads: int) -> int:
+        """Blocks of that many threads that one SM holds."""
+        found = self._per_sm.get(threads)
         if found is None:
             from cupy.cuda import driver
 
-            found = self._sms * driver.occupancyMaxActiveBlocksPerMultiprocessor(self.pointer, threads, 0)
+            found = int(driver.occupancyMaxActiveBlocksPerMultiprocessor(self.pointer, threads, 0))
             if found < 1:
                 raise ArgumentError(
                     f"{self.name} cannot run with {threads} threads per block: {self.registers} registers"
                 )
-            self._blocks[threads] = found
+            self._per_sm[threads] = found
         return found
+
+    def max_blocks(self, threads: int, grids: int = 1, channels: int = 1) -> int:
+        return most_blocks(self.sms, self.per_sm(threads), grids, channels)
+
+
+class _Ahead(NamedTuple):
+    """The grid that a channel was given last, and whether a graph was being captured then."""
+
+    kernel: CudaKernel
+    shape: LaunchShape
+    captured: bool
 
 
 class _DriverError(Exception):
@@ -330,6 +345,8 @@ class CudaBackend:
         self._packed: dict[int, _Packed] = {}
         self._launch_dependent: Any = None
         self._last: list[int | None] = []
+        self._ahead: list[_Ahead | None] = []
+        self._told_apart = False
         self._asked = 0
 
     def _choose_device(self, wanted: int | None) -> int:
@@ -412,7 +429,7 @@ class CudaBackend:
     def allocate(self, layout: SlabLayout) -> list[int]:
         mpi = self._mpi
         self._layout = layout
-        self._last = [None] * layout.channels
+        self._last, self._ahead = [None] * layout.channels, [None] * layout.channels
         memory = SharedMemory(mpi, self.device, layout.slab_bytes)
         try:
             bootstrap.collectively(mpi, lambda: self._make_errors(layout))
@@ -489,7 +506,7 @@ class CudaBackend:
                     self._runtime.memset(memory.own + region.offset, region.cleared_to, nbytes)
         self.write_control(layout.initial_control())
         self._errors[:] = np.zeros(1, ERROR_DTYPE)
-        self._last = [None] * layout.channels
+        self._last, self._ahead = [None] * layout.channels, [None] * layout.channels
         self.synchronize()
 
     def _own_memory(self) -> SharedMemory:
@@ -538,9 +555,6 @@ class CudaBackend:
         """Loads a kernel `fc_kernel` from its whole source; compiled binaries are kept on disk by CuPy."""
         return CudaKernel(name, _asking(lambda: _load(self.device, name, text)), self.sms)
 
-    def default_shape(self, cells: int, most: int = MAX_THREADS) -> LaunchShape:
-        return gpu_shape(cells, self.sms, most)
-
     def launch(self, kernel: CudaKernel, shape: LaunchShape, params: NDArray[np.void], stream: Any) -> None:
         packed = self._packed.get(id(params))
         if packed is None:
@@ -548,9 +562,44 @@ class CudaBackend:
         if self._last[packed.channel] != stream:
             self._change_stream(packed.channel, stream)
         if self._launch_dependent is not None:
-            self._dependent(packed, kernel, shape, stream)
+            self._dependent(packed, kernel, shape, stream, self._may_overlap(packed.channel, kernel, shape, stream))
         else:
             self._independent(packed, kernel, shape, stream)
+
+    def _may_overlap(self, channel: int, kernel: CudaKernel, shape: LaunchShape, stream: int) -> bool:
+        """Whether this grid may be let in by the triggers of the channel's one before, instead of by that one's end.
+
+        A grid that has triggered may still wait for peers whose grids of the same call have no room yet. On a GPU that ranks
+        share, both grids of every rank must then fit (`grids.fit_together`). The grid after the next is no matter: it is let in
+        when this one is past its wait, so when the one before is complete, on this rank and therefore placed on all. On a GPU
+        of a rank's own the one before is placed as a whole when its triggers fire, so nothing that it needs can be taken.
+
+        What is known of the one before is the host's order of launches, which is the stream's, save that captured launches
+        run later or never: the first launch behind a capture follows something unknown.
+        """
+        ahead = self._ahead[channel]
+        if ahead is not None and ahead.kernel is kernel and ahead.shape is shape and not ahead.captured:
+            return True  # one kind, of which two grids fit by its number of blocks (or it is a baseline's own risk)
+        captured = _capturing(stream)
+        self._ahead[channel] = _Ahead(kernel, shape, captured)
+        channels = len(self._ahead)
+        if self.ranks_here == 1 and channels == 1:
+            return True
+        if ahead is None:
+            return captured  # the first of a graph; else behind calls that another stream's have pushed out of sight
+        if ahead.captured and not captured:
+            return False
+        before = (ahead.shape.blocks, ahead.kernel.per_sm(ahead.shape.threads))
+        if fit_together(self.sms, before, (shape.blocks, kernel.per_sm(shape.threads)), channels):
+            return True
+        if not self._told_apart and self._mpi.rank == 0:
+            self._told_apart = True
+            log.info(
+                "dependent launch: %s with %d x %d threads behind %s with %d x %d is launched without it, since both might not fit "
+                "on the GPU that ranks share",
+                kernel.name, shape.blocks, shape.threads, ahead.kernel.name, ahead.shape.blocks, ahead.shape.threads,
+            )  # fmt: skip
+        return False
 
     def launch_once(
         self, kernel: CudaKernel, shape: LaunchShape, params: NDArray[np.void], stream: int, dependent: bool = False
@@ -561,13 +610,14 @@ class CudaBackend:
         """
         packed = _Packed(params)
         if dependent and self._launch_dependent is not None:
-            self._dependent(packed, kernel, shape, stream)
+            self._dependent(packed, kernel, shape, stream, True)
         else:
             self._independent(packed, kernel, shape, stream)
 
-    def _dependent(self, packed: _Packed, kernel: CudaKernel, shape: LaunchShape, stream: int) -> None:
+    def _dependent(self, packed: _Packed, kernel: CudaKernel, shape: LaunchShape, stream: int, overlap: bool) -> None:
         config = packed.config
         config.grid_x, config.block_x, config.stream = shape.blocks, shape.threads, stream
+        config.attribute_count = overlap
         status = self._launch_dependent(packed.config_address, kernel.pointer, packed.pointers_address, None)
         if status:
             raise translated(_DriverError(status), self._shared)
@@ -603,7 +653,7 @@ class CudaBackend:
                     f"channel {channel} still has work on another stream: synchronize that stream first, or use a channel "
                     "for each stream (Communicator(..., channels=2))"
                 )
-        self._last[channel] = stream
+        self._last[channel], self._ahead[channel] = stream, None
 
     def _busy(self, stream: int) -> bool:
         # CuPy returns the status of this one function instead of raising it.

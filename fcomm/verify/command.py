@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fcomm.backends import sim
+from fcomm.cli import listed, target
 from fcomm.errors import ArgumentError, NotAdmittedError
 from fcomm.protocols import Protocol, protocol, protocols
 from fcomm.verify import mutants, page
@@ -28,7 +29,7 @@ MOST_RANKS = 16
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     parser.add_argument("--protocol", default="all", help="names such as one_shot.ll,two_shot.flag (default all)")
-    parser.add_argument("--ranks", default="2,3,4", help="world sizes (default 2,3,4)")
+    parser.add_argument("--ranks", help="world sizes (default 2,3,4)")
     parser.add_argument("--calls", type=int, help="calls of each rank in a schedule (default: 2 to 6, drawn)")
     parser.add_argument(
         "--schedules", type=int, default=SCHEDULES,
@@ -67,30 +68,49 @@ class Progress:
             print(line(), file=sys.stderr, flush=True)
 
 
-def main(options: argparse.Namespace, ranks: list[int], names: list[str]) -> int:
-    """Runs the command; returns the exit code: 1 if something was violated, or a mutant was not caught."""
+RANKS = (2, 3, 4)
+
+
+def main(options: argparse.Namespace, ranks: list[int] | None, names: list[str]) -> int:
+    """Runs the command; returns the exit code: 1 if something was violated, or a mutant was not caught.
+
+    ranks, names : world sizes and protocols that were asked for; None and none for all.
+    """
     if options.schedules < 1:
         raise ArgumentError(f"--schedules {options.schedules}: at least one")
     if options.seconds is not None and not 0 < options.seconds < 1e9:
         raise ArgumentError(f"--seconds {options.seconds:g}: a time above zero")
-    if max(ranks) > MOST_RANKS:
+    if ranks is not None and max(ranks) > MOST_RANKS:
         raise ArgumentError(f"--ranks {max(ranks)}: the simulator is for up to {MOST_RANKS} ranks")
+    if options.exhaustive is not None:
+        if options.exhaustive < 0:
+            raise ArgumentError(f"--exhaustive {options.exhaustive}: not negative")
+        fixed = {
+            "--ranks": ranks not in (None, [2]),
+            "--calls": options.calls not in (None, 4),
+            "--sequential": options.sequential,
+        }
+        if other := [option for option, is_other in fixed.items() if is_other]:
+            raise ArgumentError(
+                f"--exhaustive is for 2 ranks, 4 calls and the weak memory: leave out {' and '.join(other)}"
+            )
     if options.mutant and options.mutants is None:
         raise ArgumentError(f"--mutant {options.mutant} chooses among those of --mutants: give both")
     if options.calls is not None and options.calls < 1:
         raise ArgumentError(f"--calls {options.calls}: at least one")
     if options.seed < 0:
         raise ArgumentError(f"--seed {options.seed}: not negative")
-    links = [sim.link(name.strip()) for name in options.link.split(",") if name.strip()]
+    links = [sim.link(name) for name in listed(options.link, "--link")]
     end = None if options.seconds is None else time.monotonic() + options.seconds
     if options.mutants is not None:
         return _mutants(options)
     if options.page:
+        target(Path(options.page), "--page")
         return page.write(Path(options.page), options.schedules, options.seed, Progress())
     wanted = [protocol(name) for name in names] if names else every()
     covered: list[Tally] = []
     try:
-        return _search(options, wanted, ranks, links, end, covered, named=bool(names))
+        return _search(options, wanted, ranks or list(RANKS), links, end, covered, named=bool(names))
     except KeyboardInterrupt:
         schedules, steps = sum(t.schedules for t in covered), sum(t.steps for t in covered)
         print(
@@ -181,8 +201,8 @@ def _report(options: argparse.Namespace, t: Tally, kernels: Kernels) -> bool:
 
 
 def _mutants(options: argparse.Namespace) -> int:
-    listed = mutants.load(Path(options.mutants)) if options.mutants else mutants.load()
-    chosen = mutants.select(listed, [n.strip() for n in options.mutant.split(",") if n.strip()])
+    every_one = mutants.load(Path(options.mutants)) if options.mutants else mutants.load()
+    chosen = mutants.select(every_one, listed(options.mutant, "--mutant") if options.mutant else [])
     shipped, progress, faults = Kernels(), Progress(), 0
     most = max(options.schedules, MUTANT_SCHEDULES)
     done: list[mutants.Verdict] = []

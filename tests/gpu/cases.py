@@ -57,6 +57,15 @@ def write(array: Any, host: NDArray[Any]) -> None:
     runtime.deviceSynchronize()
 
 
+def spinner() -> Any:
+    """A kernel that takes its time: one argument, nanoseconds."""
+    return cupy().RawKernel(
+        'extern "C" __global__ void spin(long long ns) { long long t, s; asm volatile("mov.u64 %0, %globaltimer;" : "=l"(s));'
+        ' do { asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t)); } while (t - s < ns); }',
+        "spin",
+    )
+
+
 def expect(comm: fcomm.Communicator, out: Any, xs: list[NDArray[Any]], what: str) -> None:
     wrong = checks.wrong_elements(comm.to_host(out), checks.reduce_reference(xs))
     assert wrong == 0, f"{what}: {wrong} of {xs[0].size} elements wrong on rank {comm.rank}"
@@ -566,6 +575,56 @@ def dependent_launch_with_an_early_trigger_is_exact(comm: fcomm.Communicator) ->
 
 
 @case
+def two_shapes_in_a_row_fit_whatever_they_are(comm: fcomm.Communicator) -> None:
+    for launch in ("early", "late"):
+        shapes_in_a_row(comm, launch)
+
+
+def shapes_in_a_row(comm: fcomm.Communicator, launch: str) -> None:
+    """The punctual ranks' grids of two calls are there when the late ranks' first one looks for room. Small blocks on every
+    SM would leave none for blocks that need a whole one, although each grid has half of the blocks that fit.
+    """
+    cp, n, count = cupy(), comm.world_size, 1 << 16
+    if n == 1:
+        return
+    xs = data(comm, (56,), count, "float32")
+    stream, spin = cp.cuda.Stream(non_blocking=True), spinner()
+    with make(comm, max_bytes=1 << 20, dependent_launch=launch, timeout_s=3) as other:
+        if other.dependent_launch != launch:
+            return
+        x = other.from_host(xs[comm.rank])
+        for shapes in (((999, 512), (9999, 32)), ((999, 1024), (9999, 32))):
+            outs = [poisoned(other, count, "float32") for _ in range(6)]
+            calls = [
+                other.prepare("all_reduce", x, out, protocol="one_shot.ll", stream=stream, shape=shape)
+                for out, shape in zip(outs, shapes * 3, strict=True)
+            ]
+            with stream:
+                spin((1,), (1,), (1,))
+                other.backend.synchronize()
+                stream.begin_capture()
+                for call in calls:
+                    call()
+                graph = stream.end_capture()
+            for late, captured in ((n - 1, False), (n - 1, True), (n // 2, False), (n // 2, True)):
+                for out in outs:
+                    write(out, np.full(count, np.nan, np.float32))
+                comm.mpi.Barrier()
+                if comm.rank >= late:
+                    with stream:
+                        spin((1,), (1,), (50_000_000,))
+                if captured:
+                    graph.launch(stream)
+                else:
+                    for call in calls:
+                        call()
+                stream.synchronize()
+                other.check()
+                for k, out in enumerate(outs):
+                    expect(other, out, xs, f"shapes {shapes}, ranks from {late} on late, captured {captured}, call {k}")
+
+
+@case
 def a_hang_under_dependent_launch_is_named(comm: fcomm.Communicator) -> None:
     """A thread that gives up returns without coming to the block's trigger."""
     n = comm.world_size
@@ -596,11 +655,7 @@ def two_streams_on_one_channel(comm: fcomm.Communicator) -> None:
     a, b = cp.cuda.Stream(non_blocking=True), cp.cuda.Stream(non_blocking=True)
     xs = data(comm, (52,), 500, "float32")
     x, out, other = comm.from_host(xs[comm.rank]), poisoned(comm, 500, "float32"), poisoned(comm, 500, "float32")
-    spin = cp.RawKernel(
-        'extern "C" __global__ void spin(long long ns) { long long t, s; asm volatile("mov.u64 %0, %globaltimer;" : "=l"(s));'
-        ' do { asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t)); } while (t - s < ns); }',
-        "spin",
-    )
+    spin = spinner()
     with make(comm, channels=2) as two:
         two.all_reduce(x, out, stream=a)
         two.all_reduce(x, other, stream=b, channel=1)

@@ -67,7 +67,7 @@ def running(pid: str) -> bool:
         return False
 
 
-@pytest.mark.parametrize("kind", ["exit", "kill"])
+@pytest.mark.parametrize("kind", ["exit", "kill", "kill early"])
 def test_a_rank_that_dies_ends_the_job_and_leaves_no_shared_memory(kind: str) -> None:
     start = time.monotonic()
     done = launch.mpirun(3, [*VICTIMS, kind], timeout=30)
@@ -191,6 +191,9 @@ def test_nonsense_in_the_environment_is_said_once() -> None:
     done = launch.mpirun(2, INFO, timeout=30, env={"FCOMM_TIMEOUT_S": "soon"})
     assert done.returncode == 2
     assert "FCOMM_TIMEOUT_S=soon" in sentence(done)
+    done = launch.mpirun(2, INFO, timeout=30, env={"FCOMM_PROTOCOL": "nonsense"})
+    assert done.returncode == 2
+    assert "FCOMM_PROTOCOL=nonsense: there is no protocol" in sentence(done)
 
 
 def test_info_says_what_a_job_would_get() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from mpi4py import MPI
@@ -16,13 +18,13 @@ from mpi4py import MPI
 import fcomm
 from experiments import calibrate
 from experiments.calibrate import measured_protocols
-from fcomm import settings
+from fcomm import models, settings
 from fcomm.backends import cpu
-from fcomm.cost_model import find, seed_model
+from fcomm.cost_model import Model, seed_model
 from fcomm.dtypes import BYTES, FLOAT32
 from fcomm.errors import ArgumentError, ModelError, SetupError
 from fcomm.protocols import protocol, protocols
-from fcomm.source import Specialisation
+from fcomm.source import Specialisation, source_hash
 from tests import launch
 
 pytestmark = pytest.mark.mpi
@@ -92,6 +94,15 @@ def test_a_budget_that_is_too_short_is_one_sentence() -> None:
     assert "--budget 1s is too short for a single case" in said[0]
 
 
+def test_a_model_that_cannot_be_written_is_told_before_the_calibration(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = launch.mpirun(2, [*CALIBRATE, "--model", str(tmp_path / "file" / "model.json")], timeout=20)
+    assert done.returncode == 2
+    assert [line for line in done.stderr.splitlines() if line.startswith("error:")] == [
+        f"error: cannot make the folder {tmp_path / 'file'} (File exists): name another one with --model"
+    ]
+
+
 @pytest.fixture
 def cache(tmp_path: Path) -> Path:
     """A cache folder of one's own, without models, in which the kernels of a calibration are already built."""
@@ -148,19 +159,45 @@ with fcomm.Communicator(MPI.COMM_WORLD, backend="cpu") as comm:
     job([str(path)], cache)
 
 
-def test_a_model_is_kept_whole_and_one_for_more_ranks_is_not_replaced_unsaid(
+def test_models_of_several_rank_counts_are_kept_beside_each_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FCOMM_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("FCOMM_MODEL", raising=False)
     machine = {"backend": "cpu", "device": "a", "cores": 2}
-    some = replace(seed_model(machine), seed=False)
-    assert calibrate.save(replace(some, ranks=(2, 4)))[1] is None
-    path, said = calibrate.save(replace(some, ranks=(8,)))
-    assert said == "it replaces one that was fitted to 2, 4 ranks"
-    assert find(machine) == replace(some, ranks=(8,))
+    some = replace(seed_model(machine), seed=False, source_hash=source_hash())
+    times = iter(range(1, 100))
+
+    def keep(*ranks: int, **changes: Any) -> tuple[Path, Model]:
+        """Saves a model, later than those before."""
+        model = replace(some, ranks=ranks, **changes)
+        path = calibrate.save(model)
+        os.utime(path, (now := next(times), now))
+        return path, model
+
+    def found(world_size: int) -> str:
+        return models.find(None, machine, world_size).model.digest()
+
+    _, wide = keep(2, 4, 8)
+    _, four = keep(4)
+    assert found(4) == four.digest(), "the newest that was fitted to 4 ranks"
+    assert found(2) == found(8) == wide.digest(), "calibrating 4 ranks took nothing from the others"
+    assert found(6) == wide.digest(), "what knows most rank counts is extrapolated"
+    path, four = keep(4, max_bytes=1 << 21)
+    assert found(4) == four.digest()
+    assert len(list(path.parent.iterdir())) == 2, "the same rank counts replace"
+    _, wide = keep(2, 4, 8, max_bytes=1 << 22)
+    assert found(4) == wide.digest()
     path.write_text("{")
-    assert calibrate.save(some)[1] is None, "one that cannot be read is no loss"
-    assert [p.name for p in path.parent.iterdir()] == [path.name]
+    os.utime(path, (now := next(times), now))
+    assert found(4) == wide.digest(), "one that cannot be read is no loss beside one that can"
+    path, _ = keep(2, 4, 8, source_hash="0" * 64)
+    origin = models.find(None, machine, 4)
+    assert origin.model.seed
+    assert f"the cost model {path} was left alone: it was fitted to other kernels" in str(origin.note), (
+        "the newest is spoken of"
+    )
+    assert models.find(None, {**machine, "cores": 3}, 4).note is not None, "of another machine"
 
 
 def test_the_package_that_measures_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 import experiments
 from tests import launch
+from tests.unit.test_docs import listed_in_records
 
 pytestmark = pytest.mark.mpi
 
@@ -45,6 +46,7 @@ def test_a_sweep_from_start_to_figure(tmp_path: Path) -> None:
     measured = run.cases[["ranks", "nbytes", "dtype"]].drop_duplicates()
     assert len(measured) == 2 * 3 * 2
     assert (path / "latency.png").read_bytes().startswith(b"\x89PNG")
+    assert [p.name for p in path.iterdir() if p.is_file() and not listed_in_records(p.name)] == []
     table = [line for line in done.stdout.splitlines() if line.split()[:1] in (["2"], ["3"])]
     assert len(table) == len(run.cases)
     last = done.stdout.splitlines()[-1]

@@ -37,6 +37,8 @@ def call_for_ever(comm: fcomm.Communicator, until: int) -> None:
 def main(argv: Sequence[str] | None) -> int:
     kind = (argv or sys.argv[1:])[0]
     print(f"pid {os.getpid()} maps {shared_memory()}", flush=True)
+    if kind == "kill early" and WORLD.rank == WORLD.size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
     if kind == "one raises" and WORLD.rank == 1:
         raise SetupError("rank 1 alone has no luck")
     if kind == "all raise 2":

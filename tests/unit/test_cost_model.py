@@ -14,9 +14,8 @@ from fcomm.cost_model import (
     SHARED,
     TERMS,
     Model,
-    default_shape,
-    find,
     identity,
+    kept,
     machine_key,
     model_path,
     pieces,
@@ -26,6 +25,7 @@ from fcomm.cost_model import (
     work,
 )
 from fcomm.errors import ModelError
+from fcomm.grids import default_shape
 from fcomm.protocols import GpuShare, protocols
 
 SHARED_H200 = {
@@ -175,15 +175,17 @@ def test_models_of_others_are_not_this_machines() -> None:
 
 def test_a_model_is_found_where_it_was_saved(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FCOMM_CACHE_DIR", str(tmp_path))
-    assert find(SHARED_H200) is None
+    assert kept(SHARED_H200) == []
     m = replace(model(), seed=False)
-    path = m.save(model_path(SHARED_H200))
-    assert find(SHARED_H200) == m
-    assert find({**SHARED_H200, "sms": 1}) is None
+    path = m.save(model_path(SHARED_H200, (2, 8)))
+    assert kept(SHARED_H200) == [path]
+    assert path.name.endswith("-n2.8.json")
+    assert Model.load(path) == m
+    assert kept({**SHARED_H200, "sms": 1}) == []
     assert [p.name for p in path.parent.iterdir()] == [path.name]
     path.write_text(path.read_text()[:100])
     with pytest.raises(ModelError, match=r"truncated"):
-        find(SHARED_H200)
+        Model.load(path)
     with pytest.raises(ModelError, match="cannot read"):
         Model.load(path.with_name("absent.json"))
 

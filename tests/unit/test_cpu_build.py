@@ -5,9 +5,11 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
+import signal
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -198,3 +200,48 @@ def assert_builds_with_the_real_compiler(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_every_library_is_built_without_contraction_or_fast_math() -> None:
     assert "-ffp-contract=off" in cpu.FLAGS
     assert "-fno-fast-math" in cpu.FLAGS
+
+
+def test_what_killed_builds_have_left_is_cleared_away(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FCOMM_CACHE_DIR", str(tmp_path))
+    folder = tmp_path / "cpu"
+    folder.mkdir(mode=0o700)
+
+    def left(name: str, age_s: float = 0.0) -> Path:
+        scratch = folder / f"{name}~abcd1234.scratch"
+        scratch.mkdir()
+        (scratch / "kernel.cpp").touch()
+        os.utime(scratch, (time.time() - age_s,) * 2)
+        return scratch
+
+    own, running, old = left("kernel"), left("kernel-any"), left("other", 2 * cpu.STALE_S)
+    library = cpu.build_text('extern "C" int f() { return 1; }', "kernel")
+    assert not own.exists(), "its lock is free, so nobody builds in it"
+    assert not old.exists()
+    assert running.exists(), "another one's may be in use"
+    assert {p.name for p in folder.iterdir()} == {library.name, "kernel.lock", running.name}
+    own = left("kernel")
+    with pytest.raises(SetupError, match="could not compile kernel"):
+        cpu.build_text("no C++", "kernel")
+    assert {p.name for p in folder.iterdir()} == {library.name, "kernel.lock", running.name}
+
+
+def test_a_build_that_is_killed_is_cleared_away_by_the_next(tmp_path: Path) -> None:
+    """A compiler that never ends stands for one that takes its time; the whole group is killed, as by the system."""
+    slow = tmp_path / "slow-c++"
+    slow.write_text('#!/bin/sh\n[ "$1" = --version ] || exec sleep 60\n')
+    slow.chmod(0o755)
+    folder = tmp_path / "cache" / "cpu"
+    script = "from fcomm.backends import cpu; cpu.build_text('int f;', 'kernel')"
+    env = environment({"FCOMM_CACHE_DIR": str(tmp_path / "cache"), "FCOMM_CXX": str(slow)})
+    process = subprocess.Popen([sys.executable, "-c", script], env=env, start_new_session=True)
+    end = time.monotonic() + 20
+    while not list(folder.glob("kernel~*/kernel.cpp")) and time.monotonic() < end:
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert list(folder.glob("kernel~*")), "this is what it leaves"
+    env = environment({"FCOMM_CACHE_DIR": str(tmp_path / "cache"), "FCOMM_CXX": ""})
+    subprocess.run([sys.executable, "-c", script], env=env, check=True, timeout=60)
+    assert not list(folder.glob("kernel~*"))
+    assert len(list(folder.glob("kernel-*.so"))) == 1

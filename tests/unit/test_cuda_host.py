@@ -12,7 +12,11 @@ import pytest
 
 from fcomm import interop, topology
 from fcomm.backends import cuda
+from fcomm.backends.base import LaunchShape, gpu_shape
+from fcomm.communicator import Plan
 from fcomm.errors import ArgumentError, DeviceError, FcommError, SetupError
+from fcomm.layout import SlabLayout, params_dtype
+from fcomm.protocols import GpuShare, protocol
 
 cupy = pytest.importorskip("cupy")
 
@@ -147,6 +151,8 @@ class Runtime:
 def backend(monkeypatch: pytest.MonkeyPatch) -> Any:
     made = cuda.CudaBackend.__new__(cuda.CudaBackend)
     made._runtime, made._last, made._shared, made.sms = Runtime(), [None, None], False, 16
+    made._ahead, made.ranks_here = [None, None], 8
+    made._told_apart, made._mpi = False, SimpleNamespace(rank=0)
     monkeypatch.setattr(cupy.cuda.runtime, "streamIsCapturing", made._runtime.streamIsCapturing)
     return made
 
@@ -172,14 +178,133 @@ def test_streams_under_capture_are_never_queried(backend: Any) -> None:
     backend._change_stream(0, 7)  # an eager call while another stream is being captured
 
 
-def test_default_shape(backend: Any) -> None:
+def test_default_shape_of_a_gpu() -> None:
     for cells in (1, 256, 257, 5000, 16 * 2 * 256, 16 * 2 * 256 + 1, 10**6):
-        shape = backend.default_shape(cells)
+        shape = gpu_shape(cells, 16)
         assert shape.threads % 32 == 0
         assert (shape.blocks - 1) * shape.threads < cells <= shape.blocks * shape.threads
-    assert backend.default_shape(16 * 256).threads == 256
-    assert backend.default_shape(16 * 256 + 1).threads == 512
-    assert backend.default_shape(16 * 1024 + 1, 1024).threads == 1024
+    assert gpu_shape(16 * 256, 16).threads == 256
+    assert gpu_shape(16 * 256 + 1, 16).threads == 512
+    assert gpu_shape(16 * 1024 + 1, 16, 1024).threads == 1024
+
+
+def kernel(per_sm: dict[int, int]) -> cuda.CudaKernel:
+    """A kernel of which an SM holds so many blocks of so many threads."""
+    made = cuda.CudaKernel("k", (1, None, 62, 0), 16)
+    made._per_sm = per_sm
+    return made
+
+
+@pytest.fixture
+def one_channel(backend: Any) -> Any:
+    backend._last, backend._ahead = [None], [None]
+    return backend
+
+
+LARGE, SMALL = LaunchShape(16, 512), LaunchShape(256, 32)
+PER_SM = {512: 2, 32: 32, 256: 4}
+
+
+def planned(launch: str, channels: int, shape: tuple[int, int] | None, name: str = "one_shot.ll") -> tuple[int, int]:
+    """The grid of a call of 256 KiB among 8 ranks with 16 SMs each."""
+    backend = SimpleNamespace(kernel=lambda spec: kernel({**PER_SM, 1024: 1}), error_address=lambda: 0)
+    comm: Any = SimpleNamespace(
+        backend=backend, world_size=8, rank=0, slabs=[0] * 8, timeout_s=1.0, gpu=GpuShare("9.0", 16, 132),
+        layout=SlabLayout(8, 1 << 20, channels), dependent_launch=launch, selector=SimpleNamespace(shape=lambda *_: None),
+        _keep_grid=lambda *_: None,
+    )  # fmt: skip
+    made = Plan(comm, protocol(name), "float32", 1 << 18, 0, None if shape is None else LaunchShape(*shape), True)
+    return made.shape.blocks, made.shape.threads
+
+
+def test_grids_are_clamped_to_the_places_that_there_are() -> None:
+    for launch, channels, blocks in (
+        ("none", 1, 32),
+        ("late", 1, 16),
+        ("early", 1, 16),
+        ("none", 2, 8),
+        ("early", 2, 4),
+    ):
+        assert planned(launch, channels, (999, 512)) == (blocks, 512)
+    assert planned("early", 1, (9999, 32)) == (256, 32)
+    assert planned("none", 4, (9999, 32)) == (4, 32), (
+        "beside another channel's blocks a small one may take an SM of its own"
+    )
+    assert planned("none", 1, None) == (16, 1024), "32 by default, of which 16 SMs hold one each"
+    assert planned("late", 1, None, "custom_ar_v2.push") == (16, 1024), "its authors' grid, at their risk"
+    with pytest.raises(ArgumentError, match=r"no room for the 34 grids that 17 channel\(s\) .* use fewer channels"):
+        planned("early", 17, (1, 32))
+
+
+def test_a_grid_is_let_in_early_only_beside_one_that_it_fits_with(
+    one_channel: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "fcomm")
+    k, other = kernel(PER_SM), kernel(PER_SM)
+
+    def overlaps(of: cuda.CudaKernel, shape: LaunchShape) -> bool:
+        return bool(one_channel._may_overlap(0, of, shape, 7))
+
+    assert not overlaps(k, LARGE), "nobody knows what is in the stream before it"
+    assert overlaps(k, LARGE)
+    assert not overlaps(k, SMALL), "256 + 16 blocks do not have 32 places"
+    assert overlaps(k, SMALL)
+    assert not overlaps(other, LARGE)
+    assert overlaps(k, LaunchShape(16, 512)), "another protocol, the same kind of block"
+    assert overlaps(k, LaunchShape(16, 256))
+    assert not overlaps(k, LaunchShape(17, 512))
+    (said,) = caplog.records  # once
+    assert said.getMessage() == (
+        "dependent launch: k with 256 x 32 threads behind k with 16 x 512 is launched without it, since both might not fit on the "
+        "GPU that ranks share"
+    )
+    one_channel.ranks_here = 1
+    assert overlaps(k, SMALL), "on a GPU of its own a grid is placed when it lets another one in"
+    one_channel._change_stream(0, 8)
+    one_channel.ranks_here = 8
+    assert not overlaps(k, SMALL), "calls on another stream came between"
+
+
+def test_what_was_captured_is_not_what_ran_before(one_channel: Any) -> None:
+    k, runtime = kernel(PER_SM), one_channel._runtime
+
+    def overlaps(shape: LaunchShape) -> bool:
+        return bool(one_channel._may_overlap(0, k, shape, 7))
+
+    overlaps(LARGE)
+    runtime.capturing = {7}
+    assert [overlaps(s) for s in (SMALL, SMALL, LARGE, LARGE)] == [False, True, False, True], (
+        "within the graph, as always"
+    )
+    runtime.capturing = set()
+    small = LaunchShape(16, 512)
+    assert not overlaps(small), "behind a capture: the call that ran last may have been any"
+    assert overlaps(small)
+    runtime.capturing = {7}
+    assert overlaps(small), "as it was before, and first in its graph"
+    runtime.capturing = set()
+    assert overlaps(small)
+    one_channel._ahead = [None]
+    runtime.capturing = {7}
+    assert overlaps(LARGE), "first in its graph: there is no grid that it could overlap"
+
+
+def test_the_launch_attribute_is_there_only_where_grids_may_overlap(one_channel: Any) -> None:
+    seen: list[tuple[int, int]] = []
+    one_channel._packed = {}
+
+    def launch_ex(config: int, *_: object) -> int:
+        found = cuda._LaunchConfig.from_address(config)
+        seen.append((found.grid_x, found.attribute_count))
+        return 0
+
+    one_channel._launch_dependent = launch_ex
+    params = np.zeros(1, params_dtype(2))
+    k = kernel(PER_SM)
+    for shape in (LARGE, LARGE, SMALL, SMALL):
+        one_channel.launch(k, shape, params, 7)
+    one_channel.launch_once(k, LaunchShape(1, 32), params, 7, dependent=True)
+    assert seen == [(16, 0), (16, 1), (256, 0), (256, 1), (1, 1)]
 
 
 def test_streams_are_handles_that_keep_their_owner(backend: Any) -> None:
@@ -236,6 +361,7 @@ def test_no_device_here_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_dead_mps_daemon_is_found_without_asking_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """CUDA would fail, wait or go on without MPS, as its version has it."""
+    monkeypatch.setattr(topology, "MPS_PATIENCE_S", 0.5)
     tool = tmp_path / "bin" / "nvidia-cuda-mps-control"
     tool.parent.mkdir()
     (tmp_path / "control").touch()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -34,3 +35,17 @@ def test_files_that_are_named_exist(page: Path) -> None:
     tops = "fcomm|kernels_cu|experiments|tests|docs|tools"
     for name in re.findall(rf"`((?:{tops})/[\w./-]+\.\w+)`", page.read_text()):
         assert (ROOT / name).exists(), f"{page.name} names {name}"
+
+
+def listed_in_records(name: str) -> bool:
+    """Whether the list of a run's files has one of that name, which may be a pattern there."""
+    page = (ROOT / "docs" / "records.md").read_text()
+    block = page.split("## Files")[1].split("```")[1]
+    return any(fnmatch(name, word.strip(",")) for line in block.splitlines() for word in line.split())
+
+
+def test_the_list_of_a_runs_files_is_read() -> None:
+    assert listed_in_records("run.json")
+    assert listed_in_records(".lock")
+    assert listed_in_records("latency-late.png")
+    assert not listed_in_records("other.png")

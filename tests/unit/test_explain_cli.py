@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -11,8 +12,10 @@ from typing import Any
 
 import pytest
 
+from fcomm import bootstrap
 from fcomm.__main__ import run
 from fcomm.cost_model import Model, seed_model
+from fcomm.errors import ArgumentError
 from fcomm.source import source_hash
 from tests import launch
 
@@ -103,6 +106,68 @@ def test_the_settings_of_calls_apply(capsys: pytest.CaptureFixture[str], monkeyp
     ]
     monkeypatch.setenv("FCOMM_PLAIN", "1")
     assert ": barrier." in explain(capsys).splitlines()[0]
+
+
+def test_a_variable_that_names_nothing_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FCOMM_PROTOCOL", "nonsense")
+    assert refused(capsys).startswith("error: FCOMM_PROTOCOL=nonsense: there is no protocol 'nonsense'; the names are ")
+    monkeypatch.setenv("FCOMM_PROTOCOL", "all_gather.lamport")
+    assert "FCOMM_PROTOCOL=all_gather.lamport: all_gather.lamport does not exist: it would change" in refused(capsys)
+
+
+def test_a_call_that_nothing_may_run_is_exit_1(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FCOMM_PROTOCOL", "one_shot.lamport")
+    assert run(["explain", "--dtype", "int32"]) == 1
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert out.splitlines()[0].endswith(": nothing")
+    assert (
+        "because   FCOMM_PROTOCOL=one_shot.lamport: one_shot.lamport is not admitted here: it does not handle int32"
+        in out
+    )
+
+
+def test_a_gather_moves_any_type(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, said in (("int8", "int8"), ("bf16", "bfloat16"), ("complex64", "complex64"), ("bytes", "bytes")):
+        out = explain(capsys, "--collective", "all_gather", "--dtype", name)
+        assert out.startswith(f"all_gather of 64 KiB of {said} among 8 ranks")
+    for name, said in (("no", "there is no dtype 'no'"), ("object", "'object' has no bytes that could be sent")):
+        words = refused(capsys, "--collective", "all_gather", "--dtype", name)
+        assert said in words
+        assert "reduced" not in words
+    assert "--bytes 12 is no whole number of complex64 elements" in refused(
+        capsys, "--collective", "all_gather", "--dtype", "complex64", "--bytes", "12"
+    )
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["info", "--help"], ["explain", "--help"]])
+def test_help_is_printed_by_the_first_process_of_a_launcher(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> None:
+    for number, says in (("0", True), ("1", False)):
+        monkeypatch.setenv("PMI_RANK", number)
+        code = 0
+        with contextlib.suppress(SystemExit):  # how argparse leaves
+            code = run(arguments)
+        assert code == 0
+        assert bool(capsys.readouterr().out) is says
+
+
+def test_a_command_for_one_process_is_done_by_the_first_of_a_launcher(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def main(argv: object) -> int:
+        print("done")
+        raise ArgumentError("no")
+
+    for number, expected in (("0", (2, "done\n", "error: no\n")), ("1", (0, "", ""))):
+        monkeypatch.setenv("PMI_RANK", number)
+        code = bootstrap.run(main, [], alone=True)
+        assert (code, *capsys.readouterr()) == expected
 
 
 def test_a_model_is_named_by_the_option_or_the_variable(

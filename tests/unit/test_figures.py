@@ -183,12 +183,22 @@ def test_bad_input_is_one_sentence(tmp_path: Path, folders: list[Path], capsys: 
         assert "taking turns" in _sentence(capsys, main, sliced)
         assert "no times yet" in _sentence(capsys, main, empty.path)
         assert "different machines" in _sentence(capsys, main, folders[0], emulated)
-        assert "no folder" in _sentence(capsys, claims.main, folders[0], "--out", nothing / "deeper")
     assert "--formats 'bmp'" in _sentence(capsys, figures.main, folders[0], "--formats", "bmp")
     assert "--only 'nonsense'" in _sentence(capsys, figures.main, folders[0], "--only", "nonsense")
     assert "'a laptop'" in _sentence(capsys, figures.main, folders[0], "--published", "a laptop")
     (tmp_path / "file").write_text("")
-    assert "--out" in _sentence(capsys, figures.main, folders[0], "--out", tmp_path / "file" / "x")
+    holds = _sentence(capsys, claims.main, tmp_path)
+    assert f"{tmp_path} is not a run: it holds runs: name one, such as {tmp_path}/" in holds
+    assert "there is no such folder" in _sentence(capsys, claims.main, tmp_path / "nosuch")
+    for main in (figures.main, claims.main, compare.main):
+        assert "named twice" in _sentence(capsys, main, folders[0], folders[0])
+    for main in (figures.main, claims.main):
+        said = _sentence(capsys, main, folders[0], "--out", tmp_path / "file" / "x")
+        assert "cannot make the folder" in said
+        assert "with --out" in said
+    for names in (",", " , "):
+        assert "names nothing" in _sentence(capsys, figures.main, folders[0], "--only", names)
+        assert "names nothing" in _sentence(capsys, figures.main, folders[0], "--formats", names)
     assert "taking turns" in _sentence(capsys, compare.main, folders[0], sliced)
     assert "emulation" in _sentence(capsys, compare.main, folders[0], emulated)
 
@@ -364,6 +374,46 @@ def test_the_counts_are_those_of_the_machine_code() -> None:
         assert frame["stores_per_byte"] * cell_payload == stores - rearmed
         polled = max(sum((a.kind, a.nbytes) == ("load", 16) for a in w.accesses) for w in listing.waits)
         assert frame["polls_per_byte"] * cell_payload == polled - 1  # the own rank's load is predicated off
+
+
+def test_files_that_cannot_be_written_are_told_before_the_work(
+    tmp_path: Path, folders: list[Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def work(*_: Any, **__: Any) -> None:
+        raise AssertionError("it has begun")
+
+    for module, name in ((compare, "compare"), (counted, "counted")):
+        monkeypatch.setattr(module, name, work)
+    for main, named in ((compare.main, folders), (counted.main, [])):
+        for path, why in (
+            (tmp_path / "no" / "a.csv", f"there is no folder {tmp_path / 'no'}"),
+            (tmp_path, "it is a folder"),
+        ):
+            assert _sentence(capsys, main, *named[:2], "--csv", path) == f"error: --csv {path} cannot be written: {why}"
+
+
+def test_a_command_without_a_run_names_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for main, name in ((claims.main, "claims"), (figures.main, "figures")):
+        said = _sentence(capsys, main)
+        assert "there is no run under results/" in said
+        assert said.endswith(f"python -m experiments.{name} {figures.SHIPPED}/*/")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--sizes", "2K,3"], "--sizes 3 B is no whole number of bfloat16 elements"),
+        (["--sizes", "2052", "--collective", "reduce_scatter"], "--sizes 2052 B is no whole number of bfloat16 elements in 8 equal parts"),
+        (["--sizes", "3", "--collective", "all_gather"], "--sizes 3 B is no whole number of bfloat16 elements"),
+    ],
+)  # fmt: skip
+def test_sizes_that_no_call_has_are_not_counted(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    assert _sentence(capsys, counted.main, *arguments, "--arch", "none") == f"error: {said}"
 
 
 def test_the_counted_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

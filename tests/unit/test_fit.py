@@ -13,11 +13,13 @@ import pytest
 
 import experiments
 from experiments import fit, fitting, judging
-from fcomm.cost_model import Model, default_shape, seed_model, work
-from fcomm.errors import RecordError
+from fcomm.cost_model import Model, seed_model, work
+from fcomm.errors import ArgumentError, RecordError
+from fcomm.grids import default_shape
 from fcomm.measure import Case
 from fcomm.protocols import protocols
 from fcomm.records import Recorder, load
+from tests.unit.test_docs import listed_in_records
 
 NAMES = ("one_shot.ll", "one_shot.lamport16", "two_shot.ll", "custom_ar_v2.push", "custom_ar_v2.pull_two_shot")
 SIZES = tuple(1024 << k for k in range(0, 10, 2))
@@ -261,15 +263,45 @@ def test_the_command_writes_model_report_and_figures(
         "2 launches",
     ):
         assert words in printed
-    assert {"model.json", "fit.md", "regret.png", "map-all_reduce-none.png", "model-all_reduce-none.png"} <= {
-        p.name for p in out.iterdir()
-    }
+    names = {p.name for p in out.iterdir()}
+    assert {"model.json", "fit.md", "regret.png", "map-all_reduce-none.png", "model-all_reduce-none.png"} <= names
+    assert [name for name in names if not listed_in_records(name)] == [], "docs/records.md has them all"
     model = Model.load(out / "model.json")
     assert model.report["quality"]["launches"] == 2
     saved = list((tmp_path / "cache" / "models").iterdir())
     assert len(saved) == 1
     assert Model.load(saved[0]) == model
     assert json.loads((out / "model.json").read_text())["schema"] == 1
+
+
+def test_a_quick_fit_leaves_a_full_one_as_it_is(
+    run_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    for name in ("model.json", "fit.md"):
+        (out / name).write_text("of a full fit")
+    assert fit.main([str(run_path), "--out", str(out), "--quick"]) == 0
+    assert f"{out}/ has model-quick.json, fit-quick.md" in capsys.readouterr().out
+    assert listed_in_records("model-quick.json")
+    assert listed_in_records("fit-quick.md")
+    assert sorted(p.name for p in out.iterdir()) == ["fit-quick.md", "fit.md", "model-quick.json", "model.json"]
+    assert {(out / name).read_text() for name in ("model.json", "fit.md")} == {"of a full fit"}
+    assert Model.load(out / "model-quick.json").report == {}
+
+
+def test_what_cannot_be_written_is_told_before_the_fit(
+    run_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fit, "fit_runs", lambda *_: pytest.fail("it has begun"))
+    (tmp_path / "file").touch()
+    for arguments, said in (
+        (["--out", str(tmp_path / "file" / "x")], "cannot make the folder .* name another one with --out"),
+        (["--docs", str(tmp_path)], r"cost-model\.md has no <!-- fit -->"),
+        (["--docs", str(tmp_path), "--quick"], "--docs shows errors, regret and figures, which --quick leaves out"),
+    ):
+        with pytest.raises(ArgumentError, match=said):
+            fit.main([str(run_path), *arguments])
 
 
 def test_one_launch_says_that_its_intervals_are_not_over_launches(tmp_path: Path) -> None:

@@ -8,12 +8,13 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import experiments
-from experiments import claims, fit, frames
+from experiments import claims, fit, frames, lab
 from tests import launch, synthetic
 from tests.synthetic import make
 from tools import notebooks
@@ -66,7 +67,7 @@ def test_pairs_are_in_step(source: Path) -> None:
     assert notebooks.out_of_step(source) is None
     pair = json.loads(source.with_suffix(".ipynb").read_text())
     assert pair["nbformat"] == 4
-    assert pair["metadata"]["jupytext"] == {"formats": "ipynb,py:percent"}
+    assert pair["metadata"] == notebooks.METADATA
     code = [c for c in pair["cells"] if c["cell_type"] == "code"]
     assert any(c["outputs"] for c in code)  # people look at what was run
     for k, cell in enumerate(code, 1):
@@ -74,6 +75,69 @@ def test_pairs_are_in_step(source: Path) -> None:
         lines = [line for line in cell["source"] if line.strip()]
         if '"""' not in "".join(lines):  # a kernel or a script as text is as long as it is
             assert len(lines) <= 3, "".join(lines)
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda p: p.stem)
+def test_a_sync_of_an_unchanged_pair_changes_nothing(source: Path) -> None:
+    """The header says all that jupytext would add to it, and keeps its version out."""
+    header = source.read_text().partition("\n# ---\n")[0]
+    for name, value in notebooks.METADATA["jupytext"].items():
+        assert f"\n#     {name}: {value}\n" in header
+    assert header.count("format_version: '1.3'") == 1
+    assert "jupytext_version: " not in header
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda p: p.stem)
+def test_jupytext_reads_and_writes_the_same_pair(source: Path) -> None:
+    jupytext = pytest.importorskip("jupytext")
+    text = source.read_text()
+    assert jupytext.writes(jupytext.reads(text, fmt="py:percent"), fmt="py:percent") == text
+    pair = jupytext.read(source.with_suffix(".ipynb"))
+    assert jupytext.writes(pair, fmt="py:percent") == text, "out of the notebook, as after an edit there"
+    edited = jupytext.reads(text + "\n# %%\n1 + 1\n", fmt="py:percent")
+    assert [c.source for c in edited.cells] == [*(c.source for c in notebooks.cells(text)), "1 + 1"]
+
+
+def drawing(nbytes: int, ranks: int, drawn: list[tuple[int, int]]) -> Any:
+    drawn.append((nbytes, ranks))
+
+
+def test_a_slider_for_each_choice(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """With widgets that only note what they are told, since the tests need no Jupyter."""
+    told: dict[str, Any] = {}
+
+    def interact(function: Any, **sliders: Any) -> None:
+        told.update(sliders)
+        function(**{name: options[0] for name, options in sliders.items()})
+
+    drawn: list[tuple[int, int]] = []
+    widgets = SimpleNamespace(SelectionSlider=lambda options: options, interact=interact)
+    monkeypatch.setitem(sys.modules, "ipywidgets", widgets)
+    lab.explore(lambda nbytes, ranks: drawing(nbytes, ranks, drawn), nbytes=(1024, 4096), ranks=[2, 8])
+    assert told == {"nbytes": [1024, 4096], "ranks": [2, 8]}
+    assert drawn == [(1024, 2)]
+    monkeypatch.setitem(sys.modules, "ipywidgets", None)
+    lab.explore(lambda nbytes: drawing(nbytes, 2, drawn), nbytes=[1024])
+    assert "sliders need ipywidgets (pip install -e '.[notebooks]')" in capsys.readouterr().out
+    assert len(drawn) == 1
+
+
+def test_sliders_redraw(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the widgets themselves, where they are: what a reader's hand does is a change of a value."""
+    widgets = pytest.importorskip("ipywidgets")
+    sliders: list[Any] = []
+    drawn: list[tuple[int, int]] = []
+
+    def slider(options: list[int], make: Any = widgets.SelectionSlider) -> Any:
+        sliders.append(make(options=options))
+        return sliders[-1]
+
+    monkeypatch.setattr(widgets, "SelectionSlider", slider)
+    lab.explore(lambda nbytes, ranks: drawing(nbytes, ranks, drawn), nbytes=(1024, 4096), ranks=[2, 8])
+    assert drawn == [(1024, 2)]
+    sliders[1].value = 8
+    sliders[0].value = 4096
+    assert drawn[1:] == [(1024, 8), (4096, 8)]
 
 
 def test_a_first_look(tmp_path: Path, folders: list[Path]) -> None:

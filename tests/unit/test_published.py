@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from experiments import published
-from fcomm.errors import RecordError
+from fcomm.errors import ArgumentError, RecordError
 
 # Median and 95th percentile at sizes left out, over all GPUs and rank counts: what was reached, rounded up. The target is 5 % and
 # 15 %; where the percentile is above it, a curve jumps at a switch that the fit does not know.
@@ -58,10 +58,16 @@ def test_duplicates_are_averaged_and_modes_are_not_mixed() -> None:
 
 def test_a_table_that_is_none_is_refused(tmp_path: Path) -> None:
     bad = tmp_path / "x.csv"
-    with pytest.raises(RecordError, match="not the table"):
+    with pytest.raises(RecordError, match=r"^cannot read .*x\.csv \(No such file or directory\)$"):
         published.read(bad)
-    bad.write_text("a,b\n1,2\n")
-    with pytest.raises(RecordError, match="not the table"):
+    for content in ("a,b\n1,2\n", "", "a\n1,2\n3,4,5,6\n", published.DATA.read_text().replace("latency_us", "us", 1)):
+        bad.write_text(content)
+        with pytest.raises(
+            RecordError, match="is no table of published latencies: a CSV with columns system, version, gpu"
+        ):
+            published.read(bad)
+    bad.write_text(published.DATA.read_text().splitlines()[0] + "\n")
+    with pytest.raises(RecordError, match="has no latencies in graph mode of 1024 to 4194304 bytes"):
         published.read(bad)
     text = published.DATA.read_text().splitlines()
     bad.write_text("\n".join([text[0], text[2].rsplit(",", 1)[0] + ",-1"]) + "\n")
@@ -78,3 +84,13 @@ def test_a_switch_is_found_where_a_curve_has_a_step_and_nowhere_else() -> None:
     assert cuts[2] == 512 << 10
     smooth = frame.assign(latency_us=5 + frame["bytes"] / 1e5)
     assert published.switches(smooth) == published.V1_UP_TO
+
+
+def test_a_page_without_a_place_for_tables_is_told_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(published, "evaluate", lambda _: pytest.fail("it has begun"))
+    with pytest.raises(
+        ArgumentError, match=r"cost-model\.md has no <!-- published --> \.\.\. <!-- /published --> to put tables in"
+    ):
+        published.main(["--docs", str(tmp_path)])

@@ -414,6 +414,9 @@ def test_what_cannot_be_copied_is_one_sentence(tmp_path: Path) -> None:
         records.export(path, tmp_path / "runs", 1 << 20)
     with pytest.raises(RecordError, match="is not complete"):
         records.export(_record(tmp_path / "torn", finish=False), tmp_path / "copy", 1 << 20)
+    with pytest.raises(RecordError, match=r"has no case with dependent launch early; it has none"):
+        records.export(path, tmp_path / "early", 1 << 20, "early")
+    assert not (tmp_path / "early").exists()
     records.export(path, tmp_path / "copy", 1 << 20)
     assert export.main([str(path), str(tmp_path / "other"), "--limit", "1M"]) == 0
 
@@ -630,7 +633,9 @@ def test_the_table_command_prints_and_keeps(tmp_path: Path, capsys: pytest.Captu
     assert kept.with_suffix(".csv").read_text().startswith("case,")
     assert table.main([str(path), "--family", "all", "--launch", "none"]) == 0
     assert "custom_ar_v2.pull_one_shot" in capsys.readouterr().out
-    assert table.main([str(path), "--encodings"]) == 0
+    assert table.main([str(path), "--encodings", "--out", str(tmp_path / "apart")]) == 0
+    assert {p.name.partition("-")[0] for p in (tmp_path / "apart").iterdir()} == {"encodings"}
+    assert not list(path.glob("encodings*"))
     for wrong in (["--mode", "host"], ["--collective", "all_gather"], ["--l2-gbps", "0"], ["--dtype", "float32"]):
         with pytest.raises(FcommError):
             table.main([str(path), *wrong])

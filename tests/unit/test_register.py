@@ -8,23 +8,26 @@ from pathlib import Path
 
 import pytest
 
+from fcomm import cost_model
 from fcomm.backends import cpu
-from fcomm.dtypes import FLOAT32
+from fcomm.dtypes import BYTES, FLOAT32
 from fcomm.errors import ArgumentError, SetupError
 from fcomm.layout import SlabLayout
 from fcomm.protocols import (
     CELL_BYTES,
     ENCODINGS,
     Encoding,
+    _derived,
     _encodings,
     _include,
-    left_out,
+    hold,
+    let_go,
     protocol,
     protocols,
     register,
     registered,
 )
-from fcomm.source import Specialisation, source_hash
+from fcomm.source import Specialisation, claims, source_hash, sources
 
 HEADER = """
 #pragma once
@@ -59,8 +62,8 @@ def nothing_stays() -> Iterator[None]:
     yield
     for name in list(_include):
         del _encodings[name], _include[name]
-    protocols.cache_clear()
-    left_out.cache_clear()
+    for forget in _derived:
+        forget()
 
 
 @pytest.fixture
@@ -119,6 +122,8 @@ def test_the_same_name_again_replaces(folder: Path) -> None:
         ({"copies": 3}, "3 copies"),
         ({"group_payload": 10}, "positive multiple of 4"),
         ({"group_payload": 20}, "positive multiple of 4"),
+        ({"rearm_bytes_per_cell": 16}, "sets back 16 bytes"),
+        ({"needs": frozenset({"atomic16", "atomci8"})}, "needs atomci8, which no link has"),
     ],
     ids=lambda v: next(iter(v.values())) if isinstance(v, dict) else "",
 )
@@ -134,3 +139,79 @@ def test_a_header_that_hides_one_of_ours_is_refused(folder: Path) -> None:
     (folder / "wire" / "ll.cuh").write_text(HEADER)
     with pytest.raises(ArgumentError, match="own headers"):
         register(dataclasses.replace(SUM16, header="wire/ll.cuh"), folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"group_payload": 16}, "group_payload is 16"),
+        ({"group_payload": 8}, "group_payload is 8"),
+        ({"group_cells": 8}, "group_cells is 8"),
+        ({"max_chunks": 64}, "header_bytes"),
+    ],
+    ids=lambda v: next(iter(v)) if isinstance(v, dict) else "",
+)
+def test_what_contradicts_the_struct_does_not_compile(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, changes: dict[str, object], said: str
+) -> None:
+    """Hosts lay slots out by the Encoding, kernels by the struct: where they differ, cells would overlap or never be read."""
+    monkeypatch.setenv("FCOMM_CACHE_DIR", str(tmp_path / "cache"))
+    wrong = dataclasses.replace(SUM16, **changes)  # type: ignore[arg-type]
+    register(wrong, folder)
+    with pytest.raises(SetupError, match=f"sum16: {said}.* in its Encoding, and not in sum16.cuh"):
+        cpu.build(Specialisation(protocol("all_gather.sum16"), BYTES, 2))
+
+
+def test_every_kernel_compares_its_encodings_with_their_structs() -> None:
+    """What is shipped compiles with these assertions in other tests."""
+    assert [len(claims(ENCODINGS[name])) for name in ("ll", "flag")] == [5, 7]
+    for p in protocols().values():
+        text = Specialisation(p, p.dtypes[0], 2).root_text()
+        assert all(claim in text for e in p.encodings for claim in claims(e))
+
+
+def test_too_late_for_an_open_communicator(folder: Path) -> None:
+    class Open:
+        pass
+
+    slab = Open()
+    hold(slab)
+    with pytest.raises(
+        ArgumentError, match=r"a communicator is open.*register before the first Communicator, or close\(\)"
+    ):
+        register(SUM16, folder)
+    assert "one_shot.sum16" not in protocols()
+    let_go(slab)
+    register(SUM16, folder)
+    hold(slab)
+    register(dataclasses.replace(SUM16), folder)  # the very same once more, as a notebook's cell does, changes nothing
+    with pytest.raises(ArgumentError, match="a communicator is open"):
+        register(dataclasses.replace(SUM16, unit_bytes=8), folder)
+    del slab  # left without close(), as after an error
+    register(dataclasses.replace(SUM16, unit_bytes=8), folder)
+    assert ENCODINGS["sum16"].unit_bytes == 8
+
+
+def test_what_follows_from_the_registry_is_counted_anew(folder: Path) -> None:
+    before = cost_model.protocols_hash()
+    cost_model.pieces(protocol("one_shot.ll"), 3 << 20, 4, 1 << 20)  # a layout of that size is remembered from here on
+    register(SUM16, folder)
+    assert cost_model.protocols_hash() != before
+    assert cost_model.pieces(protocol("one_shot.sum16"), 3 << 20, 4, 1 << 20) == ((512 << 10, 6),)
+    assert cost_model.work(protocol("one_shot.sum16"), 24, 2, (1, 32)).wire_mib == 32 / (1 << 20)
+    (folder / "wide.cuh").write_text(HEADER)
+    register(dataclasses.replace(SUM16, header="wide.cuh", group_payload=8), folder)
+    assert cost_model.work(protocol("one_shot.sum16"), 24, 2, (1, 32)).wire_mib == 48 / (1 << 20)
+
+
+def test_ranks_tell_each_other_headers_and_descriptions(folder: Path) -> None:
+    ours = sources()
+    assert ours == source_hash()[:16]
+    register(SUM16, folder)
+    with_it = sources()
+    assert with_it.startswith(source_hash()[:16] + " with sum16 (")
+    (folder / "shared.cuh").write_text(SHARED.replace("w[2]", "2 * w[2]"))
+    assert sources().partition(" ")[0] != with_it.partition(" ")[0]
+    (folder / "shared.cuh").write_text(SHARED)
+    register(dataclasses.replace(SUM16, needs=frozenset({"atomic8", "atomic16"})), folder)
+    assert "needs ['atomic16', 'atomic8']" in sources()  # in one order on all ranks
