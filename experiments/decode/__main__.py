@@ -11,7 +11,7 @@ import argparse
 import contextlib
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -25,11 +25,12 @@ from numpy.typing import NDArray
 from experiments import mps, search
 from experiments.decode import report, shapes
 from experiments.decode.shapes import Model
-from experiments.decode.step import Reduce, Replay, Runner
+from experiments.decode.step import Replay, Runner
 from experiments.request import CPU_PROTOCOLS, _items
 from experiments.sweep import HANG_S, Communicators, on_root
 from fcomm import Communicator, bootstrap, checks, measure, provenance, records, settings
 from fcomm.cli import Parser
+from fcomm.communicator import Call
 from fcomm.dtypes import BYTES, REDUCIBLE, reducible
 from fcomm.errors import ArgumentError, DeviceError, FcommError, NotAdmittedError
 from fcomm.measure import ARRAY, COPY, STAGING, Case
@@ -76,7 +77,9 @@ class Request:
                     f"--model {big[0]} needs GPUs: the cpu backend is an emulation, and takes --model tiny alone"
                 )
             if any(launch != "none" for launch in self.launches):
-                raise ArgumentError("--launch late and early are for GPUs: the cpu backend runs one grid after the other")
+                raise ArgumentError(
+                    "--launch late and early are for GPUs: the cpu backend runs one grid after the other"
+                )
         every = tuple(p.name for p in protocols().values() if p.collective == "all_reduce")
         return replace(
             self,
@@ -104,7 +107,9 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     p.add_argument(
-        "--model", metavar="LIST", help=f"{', '.join(shapes.MODELS)} (llama3-8b; on the cpu backend tiny, which alone it takes)"
+        "--model",
+        metavar="LIST",
+        help=f"{', '.join(shapes.MODELS)} (llama3-8b; on the cpu backend tiny, which alone it takes)",
     )
     p.add_argument("--batch", metavar="LIST", help="sequences of a step: 1,8,64 (1,8,64; on the cpu backend 1,4)")
     p.add_argument("--context", type=int, metavar="INT", help="cached positions that attention reads (2048)")
@@ -117,13 +122,17 @@ def parser() -> argparse.ArgumentParser:
         "--protocols", metavar="LIST",
         help="names as in `python -m fcomm info` (all; a few on the cpu backend); auto and no communication are always there",
     )  # fmt: skip
-    p.add_argument("--launch", metavar="LIST", help=f"launch features, alike for all: {', '.join(LAUNCHES)} (late on GPUs)")
+    p.add_argument(
+        "--launch", metavar="LIST", help=f"launch features, alike for all: {', '.join(LAUNCHES)} (late on GPUs)"
+    )
     p.add_argument(
         "--shapes", choices=("default", search_word()),
         help="search: other launch shapes are tried for custom AR v2, and the best is measured beside the default "
         "(search on GPUs)",
     )  # fmt: skip
-    p.add_argument("--calls", type=int, metavar="INT", help="timed steps of each way and batch (30; on the cpu backend 12)")
+    p.add_argument(
+        "--calls", type=int, metavar="INT", help="timed steps of each way and batch (30; on the cpu backend 12)"
+    )
     p.add_argument("--seed", type=int, metavar="INT", help="of the inputs and of the order of candidates (0)")
     p.add_argument("--backend", choices=("auto", "cpu", "cuda"), help="auto: cuda where there is a GPU (auto)")
     p.add_argument("--out", type=Path, metavar="DIR", help="folder for runs (results/decode)")
@@ -310,9 +319,7 @@ class Decode:
         name = way.protocol if way.reduces else COPY
         if name == AUTO:
             name = self.comms.launch(way.launch).selector.choose("all_reduce", nbytes, self.request.dtype, AUTO).name
-        case = Case(
-            "all_reduce", name, self.request.dtype, nbytes, self.world.size, MODE, dependent_launch=way.launch
-        )
+        case = Case("all_reduce", name, self.request.dtype, nbytes, self.world.size, MODE, dependent_launch=way.launch)
         form = case.form(self.first.gpu)
         # What peers pull is left where they pull it from, by the product that makes it.
         return replace(case, input=STAGING if form is not None and "staging" in form.regions else ARRAY)
@@ -363,7 +370,9 @@ class Decode:
         for c in planned:
             if c.form is not None and "status" not in c.facts:
                 element = BYTES if c.form.algorithm.moves_bytes else REDUCIBLE[c.case.dtype]
-                spec = Specialisation(c.form, element, self.world.size, c.case.nbytes % 16 == 0, c.case.dependent_launch)
+                spec = Specialisation(
+                    c.form, element, self.world.size, c.case.nbytes % 16 == 0, c.case.dependent_launch
+                )
                 specs[spec.name] = (self.comms.launch(c.way.launch), spec)
         jobs = list(specs.values())[self.world.rank :: self.world.size]
         with self._progress(len(jobs), "kernel") as advance:
@@ -381,7 +390,9 @@ class Decode:
         from tqdm import tqdm
 
         pause = 0.2 if sys.stderr.isatty() else 10.0
-        with tqdm(total=total, unit=unit, mininterval=pause, maxinterval=pause, file=sys.stderr, dynamic_ncols=True) as bar:
+        with tqdm(
+            total=total, unit=unit, mininterval=pause, maxinterval=pause, file=sys.stderr, dynamic_ncols=True
+        ) as bar:
 
             def advance(count: int, what: str) -> None:
                 bar.set_description_str(what, refresh=False)
@@ -437,16 +448,15 @@ class Decode:
 
             def bind(c: Candidate = c, comm: Communicator = comm) -> None:
                 x, out = self._buffers(runner, c)
-                reduce: Reduce | None = None
-                if c.way.reduces:
-                    reduce = self._call(comm, c, x, out)
-                    c.facts |= {"blocks": reduce.blocks, "threads": reduce.threads}  # type: ignore[attr-defined]
-                c.replay = runner.ready(c.way.batch, x, out, reduce)
+                call = self._call(comm, c, x, out) if c.way.reduces else None
+                if call is not None:
+                    c.facts |= {"blocks": call.blocks, "threads": call.threads}
+                c.replay = runner.ready(c.way.batch, x, out, call)
                 c.facts |= c.replay.facts
 
             self._attempt(c, bind)
 
-    def _call(self, comm: Communicator, c: Candidate, x: Any, out: Any) -> Any:
+    def _call(self, comm: Communicator, c: Candidate, x: Any, out: Any) -> Call:
         """The prepared call. Where ranks share a GPU its grid leaves room for the products of those that are behind: a wait that
         filled every SM would wait for ever.
         """
@@ -523,11 +533,16 @@ class Decode:
                     continue
                 own_rule, common = (_differing(got, want[rule]) for rule in (_rule(c), ""))
                 others = _tokens(mpi, got[1]) != _tokens(mpi, want[""][1])
-                wrong, unlike, words = np.array(mpi.allgather((own_rule, common, int(others.sum())))).sum(axis=0).tolist()
+                wrong, unlike, words = (
+                    np.array(mpi.allgather((own_rule, common, int(others.sum())))).sum(axis=0).tolist()
+                )
                 c.facts["checked_calls"] = c.facts.get("checked_calls", 0) + 1
                 c.facts["wrong"] = c.facts.get("wrong", 0) + wrong
                 if c.facts["wrong"]:
-                    c.facts |= {"status": "wrong", "reason": f"{wrong} outputs of a step differ from the sums taken on the host"}
+                    c.facts |= {
+                        "status": "wrong",
+                        "reason": f"{wrong} outputs of a step differ from the sums taken on the host",
+                    }
                 elif unlike and "reason" not in c.facts:
                     tokens = "its tokens are the same" if not words else f"{words // mpi.size} of its tokens differ"
                     c.facts["reason"] = f"{unlike} outputs have other bits, as its zeros do, and {tokens}"
@@ -537,9 +552,7 @@ class Decode:
     def _tune(self, runner: Runner, batch: int, of_it: Sequence[Candidate]) -> None:
         """Finds custom AR v2's best launch shape within the step itself, as the sweep does for a collective alone."""
         for tuned in (c for c in of_it if c.way.tuned and not c.facts):
-            (default,) = (
-                c for c in of_it if c.way == replace(tuned.way, tuned=False)
-            )
+            (default,) = (c for c in of_it if c.way == replace(tuned.way, tuned=False))
             if not default.alive:
                 tuned.facts = {"status": "refused", "reason": "its default launch shape was not measured"}
                 continue
@@ -553,9 +566,14 @@ class Decode:
             self._check(runner, batch, tried[1:])
             times_us = self._quick([c for c in tried if c.alive])
             alive = [c for c in tried if c.alive]
-            best = min(alive, key=lambda c: times_us[alive.index(c)]) if default.alive else default
+            best = default
+            if any(c is default for c in alive):
+                best = alive[int(np.argmin(times_us))]
             if best is default or times_us[alive.index(best)] > (1 - search.GAIN) * times_us[0]:
-                tuned.facts = {"status": "refused", "reason": f"of {len(alive)} launch shapes its default one is the fastest"}
+                tuned.facts = {
+                    "status": "refused",
+                    "reason": f"of {len(alive)} launch shapes its default one is the fastest",
+                }
             else:
                 shape = best.case.shape
                 assert shape is not None
@@ -605,7 +623,11 @@ class Decode:
                 advance(timed, where)
 
     def _amend(self, of_it: Sequence[Candidate]) -> None:
-        on_root(self.world, lambda: self.recorder and self.recorder.amend({c.number: c.facts for c in of_it}))
+        def step() -> None:
+            assert self.recorder is not None
+            self.recorder.amend({c.number: c.facts for c in of_it})
+
+        on_root(self.world, step)
 
     # ---- the end ----
 

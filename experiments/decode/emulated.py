@@ -139,5 +139,5 @@ class _Step:
 
 
 def _product(x: NDArray[np.float32], weights: NDArray[np.float32]) -> NDArray[np.float32]:
-    """x times the transposed weights. Not by the BLAS: its threads and those of the other ranks would wait for each other."""
+    """Product of x and the transposed weights. Not by the BLAS: its threads and those of the other ranks would wait for each other."""
     return np.einsum("bc,rc->br", x, weights)

@@ -27,6 +27,8 @@ SPARE_BYTES = 512 << 20
 """Of each rank, beside the model: cuBLAS's kernels and workspace, communicators of searched launch shapes."""
 KERNELS = ("fill", "add_rms_norm", "silu_mul", "attend", "combine")
 FILL_BLOCKS, FILL_THREADS = 1024, 256
+ATTEND_THREADS = 128
+"""As the kernel has them compiled in."""
 POISON = 0xA5
 
 
@@ -54,6 +56,18 @@ def room(comm: Communicator) -> Room:
     sharing = max(comm.mpi.allgather(backend.ranks_here))
     free = min(comm.mpi.allgather(int(runtime.memGetInfo()[0])))
     return Room(max(0, free - sharing * SPARE_BYTES), sharing)
+
+
+def buffer_bytes(model: Model, ranks: int, batch: int) -> dict[str, int]:
+    """Bytes of each buffer of a step on one rank; beside them there are weights and caches (`step.tensors`)."""
+    matrices = model.matrices(ranks)
+    widths = {
+        **dict.fromkeys(("token", "residual", "h", "x", "out"), model.hidden),
+        "qkv": matrices["qkv"][0], "attended": matrices["attention_out"][1], "gate_up": matrices["gate_up"][0],
+        "activated": matrices["down"][1], "logits": model.vocabulary // ranks,
+    }  # fmt: skip
+    parts = batch * model.heads // ranks * MOST_PARTS * (model.head_dim + 2) * np.dtype(np.float32).itemsize
+    return {**{name: batch * width * ITEM for name, width in widths.items()}, "parts": parts}
 
 
 class Cublas:
@@ -123,16 +137,8 @@ class GpuModel:
         self.heads, self.group = model.kv_heads // n, model.heads // model.kv_heads
         try:
             self._arrays = {name: self._fill(t) for name, t in tensors(model, n, comm.rank, batch, context)}
-            rows = {name: rows for name, (rows, _) in model.matrices(n).items()}
-            widths = {
-                "token": model.hidden, "residual": model.hidden, "h": model.hidden,
-                "attended": model.matrices(n)["attention_out"][1],
-                "qkv": rows["qkv"], "gate_up": rows["gate_up"], "activated": model.mlp // n, "logits": model.vocabulary // n,
-                "x": model.hidden, "out": model.hidden,
-            }  # fmt: skip
-            self._arrays |= {name: cupy.empty(batch * width, np.uint16) for name, width in widths.items()}
-            floats = batch * model.heads // n * MOST_PARTS * (model.head_dim + 2)
-            self._arrays["parts"] = cupy.empty(floats, np.float32)
+            buffers = buffer_bytes(model, n, batch).items()
+            self._arrays |= {name: cupy.empty(nbytes // ITEM, np.uint16) for name, nbytes in buffers}
         except cupy.cuda.memory.OutOfMemoryError as error:
             raise SetupError(f"the GPU has no room for {model.name} after all: {str(error).splitlines()[0]}") from None
         self.stream.synchronize()
@@ -157,12 +163,18 @@ class GpuModel:
         with self.stream:
             self._kernels[kernel](grid, (threads,), arguments)
 
+    def copy(self, target: int, source: int, nbytes: int) -> None:
+        """Queues a copy within the GPU's memory."""
+        from cupy.cuda import runtime
+
+        runtime.memcpyAsync(target, source, nbytes, runtime.memcpyDeviceToDevice, self.stream.ptr)
+
     def address(self, name: str) -> int:
         return int(self._arrays[name].data.ptr)
 
     def buffers(self, batch: int) -> tuple[Any, Any]:
         count = batch * self.model.hidden
-        return tuple(self._arrays[name][:count].view(self._dtype) for name in ("x", "out"))  # type: ignore[return-value]
+        return self._arrays["x"][:count].view(self._dtype), self._arrays["out"][:count].view(self._dtype)
 
     def put_token(self, batch: int, seed: int) -> None:
         from cupy.cuda import runtime
@@ -251,11 +263,8 @@ class _Step:
         }
 
     def load_token(self) -> None:
-        from cupy.cuda import runtime
-
-        of, nbytes = self._of, ITEM * self._batch * self._model.hidden
-        kind = runtime.memcpyDeviceToDevice
-        runtime.memcpyAsync(of.address("residual"), of.address("token"), nbytes, kind, of.stream.ptr)
+        of = self._of
+        of.copy(of.address("residual"), of.address("token"), ITEM * self._batch * self._model.hidden)
 
     def norm(self, name: str, add: bool) -> None:
         of, hidden = self._of, self._model.hidden
@@ -275,11 +284,10 @@ class _Step:
         of, heads = self._of, self._of.heads
         addresses = (of.address("qkv"), of.address(f"{layer}.keys"), of.address(f"{layer}.values"), of.address("parts"))
         scale = np.float32(self._model.head_dim**-0.5)
-        grid = (self._parts, heads, self._batch)
-        of.launch("attend", grid, 128, *map(np.uint64, addresses), np.uint32(of.context), scale)
+        blocks = (self._parts, heads, self._batch)
+        of.launch("attend", blocks, ATTEND_THREADS, *map(np.uint64, addresses), np.uint32(of.context), scale)
         ends = (np.uint64(of.address("parts")), np.uint64(of.address("attended")))
-        grid = (heads * of.group, self._batch)
-        of.launch("combine", grid, self._model.head_dim // 2, *ends, np.uint32(self._parts))
+        of.launch("combine", (heads * of.group, self._batch), self._model.head_dim // 2, *ends, np.uint32(self._parts))
 
     def activate(self) -> None:
         of, width = self._of, self._model.mlp // self._of.comm.world_size

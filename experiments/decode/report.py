@@ -39,9 +39,9 @@ def _steps(run: Run) -> list[dict[str, Any]]:
 
 
 def frame(run: Run) -> pd.DataFrame:
-    """One row for each way that was timed: the columns of `run.latency` (`latency_us` is the time per output token) and
+    """One row for each way that was timed, with what it is compared with.
 
-    `model`, `batch`, `layers`, `of_layers`, `way`, `tuned`, `bound_us` (the same step without communication), `comm_us` (what
+    The columns of `run.latency` (`latency_us` is the time per output token), and `model`, `batch`, `layers`, `of_layers`, `way`, `tuned`, `bound_us` (the same step without communication), `comm_us` (what
     communication adds to it), `comm_share` (of the step), `v2_us` (the fastest of custom AR v2's three ways at this batch and
     launch feature), `change_percent` against that, with `change_low_percent` and `change_high_percent`: 95 %, from the two
     medians' own intervals at 97.5 % each. NaN where what it is compared with has no times. `RecordError` for other runs.
@@ -51,7 +51,10 @@ def frame(run: Run) -> pd.DataFrame:
     known = {case: step for step in _steps(run) for case in step["cases"]}
     tuned = {case for step in _steps(run) for case in step["tuned"]}
     latency = run.for_figures().copy()
-    calls = {int(case): of_it["nanoseconds"].to_numpy(np.float64) / 1e3 for case, of_it in slowest_rank(run.samples).groupby("case")}
+    calls = {
+        case: of_it["nanoseconds"].to_numpy(np.float64) / 1e3
+        for case, of_it in slowest_rank(run.samples).groupby("case")
+    }
     latency["tuned"] = latency["case"].isin(tuned)
     for column in ("model", "batch", "layers", "of_layers"):
         latency[column] = [known[case][column] for case in latency["case"]]
@@ -67,12 +70,17 @@ def frame(run: Run) -> pd.DataFrame:
     compared = []
     for row in rows(latency):
         other = v2.get((row["model"], row["batch"], row["dependent_launch"]))
-        compared.append(_change(calls.get(row["case"]), other and calls.get(other["case"]), row, other))
+        compared.append(
+            _change(calls.get(row["case"]), None if other is None else calls.get(other["case"]), row, other)
+        )
     return pd.concat([latency.reset_index(drop=True), pd.DataFrame(compared)], axis=1)
 
 
 def _change(
-    us: NDArray[np.float64] | None, their_us: NDArray[np.float64] | None, row: Mapping[str, Any], other: Mapping[str, Any] | None
+    us: NDArray[np.float64] | None,
+    their_us: NDArray[np.float64] | None,
+    row: Mapping[str, Any],
+    other: Mapping[str, Any] | None,
 ) -> dict[str, float]:
     if other is None:
         return dict.fromkeys(("v2_us", "change_percent", "change_low_percent", "change_high_percent"), math.nan)
@@ -80,7 +88,11 @@ def _change(
     if us is not None and their_us is not None:
         (own_low, own_high), (their_low, their_high) = (median_interval(x, 0.975) for x in (us, their_us))
         low, high = own_low / their_high, own_high / their_low
-    ratios = {"change_percent": row["latency_us"] / other["latency_us"], "change_low_percent": low, "change_high_percent": high}
+    ratios = {
+        "change_percent": row["latency_us"] / other["latency_us"],
+        "change_low_percent": low,
+        "change_high_percent": high,
+    }
     return {"v2_us": other["latency_us"], **{name: 100 * (ratio - 1) for name, ratio in ratios.items()}}
 
 
@@ -124,7 +136,11 @@ def table(run: Run) -> str:
 
 def _step_table(found: pd.DataFrame, step: Mapping[str, Any]) -> Iterator[str]:
     of_it = found[(found["model"] == step["model"]) & (found["batch"] == step["batch"])].sort_values("latency_us")
-    layers = f"{step['layers']} of {step['of_layers']} layers" if step["layers"] != step["of_layers"] else f"{step['layers']} layers"
+    layers = (
+        f"{step['layers']} of {step['of_layers']} layers"
+        if step["layers"] != step["of_layers"]
+        else f"{step['layers']} layers"
+    )
     yield f"### {step['model']}, {layers}, batch {step['batch']}"
     yield ""
     if of_it.empty:
@@ -238,7 +254,7 @@ def figure(run: Run) -> Figure:
     models = list(dict.fromkeys(found["model"]))
     picture = plots.picture()(figsize=(max(6.8, 4.4 * len(models)), 5.0), dpi=150, layout="constrained")
     axes = picture.subplots(1, len(models), sharey=True, squeeze=False)[0]
-    looks = {
+    looks: dict[str, dict[str, Any]] = {
         AUTO: {"color": plots.COLOURS[0], "marker": "o", "zorder": 5},
         "one_shot": {"color": plots.COLOURS[5], "marker": "s"},
         "two_shot": {"color": plots.COLOURS[2], "marker": "^"},
@@ -246,9 +262,21 @@ def figure(run: Run) -> Figure:
     }
     for axis, name in zip(axes, models, strict=True):
         of_model = found[found["model"] == name]
-        for number, line in enumerate(sorted(of_model["line"].unique(), key=lambda text: list(looks).index(text) if text in looks else 9)):
-            best = of_model[of_model["line"] == line].sort_values("latency_us").drop_duplicates("batch").sort_values("batch")
-            look = looks.get(line, {"color": plots.BASELINE_COLOURS[number % 4], "marker": plots.MARKERS[number], "linestyle": ":"})
+        for number, line in enumerate(
+            sorted(of_model["line"].unique(), key=lambda text: list(looks).index(text) if text in looks else 9)
+        ):
+            best = (
+                of_model[of_model["line"] == line]
+                .sort_values("latency_us")
+                .drop_duplicates("batch")
+                .sort_values("batch")
+            )
+            other: dict[str, Any] = {
+                "color": plots.BASELINE_COLOURS[number % 4],
+                "marker": plots.MARKERS[number],
+                "linestyle": ":",
+            }
+            look = looks.get(line, other)
             axis.plot(best["batch"], 100 * best["comm_share"], label=line, markersize=4.5, linewidth=1.4, **look)
         axis.set_xscale("log", base=2)
         axis.set_xticks(sorted(of_model["batch"].unique()), [str(b) for b in sorted(of_model["batch"].unique())])
@@ -261,7 +289,10 @@ def figure(run: Run) -> Figure:
     axes[0].set_ylabel("communication (% of the step)")
     handles = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
     picture.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, fontsize=8, frameon=False)
-    picture.suptitle(f"All-reduce in a decode step: the step's time beyond the one without communication\n{run.taken_on}", fontsize=10)
+    picture.suptitle(
+        f"All-reduce in a decode step: the step's time beyond the one without communication\n{run.taken_on}",
+        fontsize=10,
+    )
     warning = no_evidence(run)
     if warning:
         picture.supxlabel(warning, fontsize=7, wrap=True)

@@ -86,9 +86,7 @@ class Model:
 
     def bytes(self, ranks: int, batch: int, context: int) -> int:
         """Bytes of one rank, beside what communicators and libraries take."""
-        return (
-            self.weight_bytes(ranks) + self.cache_bytes(ranks, batch, context) + self.activation_bytes(ranks, batch)
-        )
+        return self.weight_bytes(ranks) + self.cache_bytes(ranks, batch, context) + self.activation_bytes(ranks, batch)
 
     def message_bytes(self, batch: int) -> int:
         """Bytes of each of the two all-reduces of a layer."""
@@ -125,8 +123,8 @@ def model(name: str) -> Model:
 
 
 def gib(nbytes: float) -> str:
-    """Bytes in GiB, for readers."""
-    return f"{nbytes / (1 << 30):.1f} GiB"
+    """Bytes in GiB, small ones in MiB, for readers."""
+    return f"{nbytes / (1 << 30):.1f} GiB" if nbytes >= 1 << 29 else f"{nbytes / (1 << 20):.1f} MiB"
 
 
 @dataclass(frozen=True)
