@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from experiments import peers
 from fcomm import measure, settings
 from fcomm.cli import Parser
 from fcomm.dtypes import reducible
@@ -72,6 +73,8 @@ class Request:
     """Percent of the SMs that a rank may use, where ranks share a GPU through MPS."""
     shapes: str = ""
     """Launch shapes, of SHAPES. Empty: a search on GPUs where the budget has room for it."""
+    peers: tuple[str, ...] = ()
+    """Other libraries' all-reduces, of `peers.OPTIONS`, measured beside the protocols."""
 
     def resolved(self, backend: str) -> Request:
         """With what was left open - modes, launch features, calls, shapes - as that backend has it by default."""
@@ -151,6 +154,11 @@ def parser() -> argparse.ArgumentParser:
         choices=SHAPES,
         help="launch shapes: default; search: others are tried at a few sizes, and those that gain are measured beside the "
         f"default (search on GPUs with a budget of {SEARCH_FROM_S:.0f}s or more, else default)",
+    )
+    p.add_argument(
+        "--peers",
+        metavar="LIST",
+        help=f"all-reduces of other libraries beside ours: {', '.join(peers.OPTIONS)} (none); what cannot run says why",
     )
     p.add_argument("--backend", choices=("auto", "cpu", "cuda"), help="auto: cuda where there is a GPU (auto)")
     p.add_argument(
@@ -293,6 +301,7 @@ def build_request(args: argparse.Namespace, started: int) -> Request:
         inputs=_list("--inputs", args.inputs, INPUTS),
         share=args.share,
         shapes=args.shapes or "",
+        peers=_list("--peers", args.peers, peers.OPTIONS),
     )
 
 
@@ -322,6 +331,12 @@ def candidates(
                 reason = case.refusal(capabilities, gpu)
                 if reason is None or request.protocols:
                     found |= {replace(case, input=where): reason for where in _inputs(request, case, gpu)}
+    # Peers launch as they do; they stand beside the protocols of each launch feature, in the same rounds.
+    for name in [name for option in request.peers for name in peers.named(option)]:
+        for mode in request.modes:
+            for launch in request.launches if launches is None else launches:
+                case = Case(collective, name, dtype, nbytes, n, mode, None, launch)
+                found[case] = peers.refusal(case)
     return found
 
 

@@ -205,6 +205,10 @@ class Ring:
         part = self.count // self._case.ranks
         return slice(k * SHIFT + self._rank * part, k * SHIFT + (self._rank + 1) * part)
 
+    def rows(self, k: int) -> list[NDArray[Any]]:
+        """Call k's input of each rank."""
+        return [row[self._part(k)] for row in self._rows]
+
     def _exact(self, form: Protocol | None) -> Callable[[int], NDArray[Any]]:
         """Call number -> what its output must hold; None stands for the floor."""
         if form is None:  # the input again, as often as the output holds it

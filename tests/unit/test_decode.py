@@ -232,7 +232,7 @@ class HostModel(gpu.GpuModel):
         self._at(out, batch, rows)[:] = product.astype(self._dtype)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.full)])
 def test_the_kernels_compute_what_numpy_computes(dtype: str, tmp_path: Path) -> None:
     """The whole step, of one of two ranks whose peer sends zeros; attention in two parts, one of them with an odd end."""
     model, batch, context = MODELS["tiny"], 2, 71
