@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -249,7 +250,7 @@ class Decode:
     def _communicators(self) -> Communicators:
         r = self.request
         most = max(shapes.model(name).message_bytes(max(r.batches)) for name in r.models)
-        options: dict[str, Any] = {"timeout_s": HANG_S} if self.cuda else {}
+        options: dict[str, Any] = {"timeout_s": HANG_S} if self.cuda and "FCOMM_TIMEOUT_S" not in os.environ else {}
 
         def make(launch: str) -> Communicator:
             return self.stack.enter_context(

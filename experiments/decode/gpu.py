@@ -226,8 +226,9 @@ class GraphStep:
             self._graph = measure_cuda.capture(of.stream, queue)
         except RuntimeError as error:
             raise translated(error) if hasattr(error, "status") else error from None
-        edges = getattr(of.comm.backend, "graph_edges", None)
-        self.facts: dict[str, Any] = {} if edges is None else {"dependent_edges": int(edges(self._graph))}
+        count = getattr(of.comm.backend, "dependent_edges", None)
+        edges = None if count is None else count(self._graph)
+        self.facts: dict[str, Any] = {} if edges is None else {"dependent_edges": int(edges)}
 
     def run(self) -> None:
         self._graph.launch(self._of.stream)
