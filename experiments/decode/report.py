@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,10 +32,9 @@ STEP = (
 
 
 def _steps(run: Run) -> list[dict[str, Any]]:
-    steps = run.request.get("steps")
-    if run.request.get("what") != "decode" or not isinstance(steps, list):
+    if not is_decode(run):
         raise RecordError(f"{run.path} is no run of experiments.decode")
-    return steps
+    return list(run.request["steps"])
 
 
 def frame(run: Run) -> pd.DataFrame:
@@ -50,7 +49,9 @@ def frame(run: Run) -> pd.DataFrame:
 
     known = {case: step for step in _steps(run) for case in step["cases"]}
     tuned = {case for step in _steps(run) for case in step["tuned"]}
-    latency = run.for_figures().copy()
+    if run.latency.empty or run.cases["time_sliced"].any():
+        raise RecordError(f"{run.path} has no times to show: none was taken, or ranks took turns on one GPU (no MPS)")
+    latency = run.latency.copy()
     calls = {
         case: of_it["nanoseconds"].to_numpy(np.float64) / 1e3
         for case, of_it in slowest_rank(run.samples).groupby("case")
@@ -116,11 +117,11 @@ def outputs(row: Mapping[str, Any]) -> str:
 def table(run: Run) -> str:
     """Markdown: one table for each model and batch, the fastest way first, what was left out and why, and a caption."""
     steps = _steps(run)
-    if len(run.latency) and not run.cases["time_sliced"].any():
+    try:
         found = frame(run)
         lines = [line for step in steps for line in _step_table(found, step)]
-    else:
-        lines = ["No times to show: ranks took turns on one GPU (no MPS), or none was measured.", ""]
+    except RecordError as error:
+        lines = [f"{error}.", ""]
     measured = set(run.latency["case"])
     left_out: dict[str, list[str]] = {}
     for row in rows(run.cases[~run.cases["case"].isin(measured)]):
@@ -205,6 +206,34 @@ def no_evidence(run: Run) -> str:
             "are divided, no link is in any time, and a rank's products and another's waiting take each other's place."
         )
     return ""
+
+
+def end_to_end(runs: Sequence[Run]) -> tuple[str, str]:
+    """For the table of claims: TPOT of `auto` against the fastest of custom AR v2's three ways, and communication's share of the
+    latter's step; each from the smallest to the largest over the steps of the runs. runs : of this experiment, or none.
+    """
+    if not runs:
+        return ("not measured here: no decode experiment in these runs",) * 2
+    evidence = [run for run in runs if not no_evidence(run)]
+    if not evidence:
+        return ("not measured here: a decode run with ranks that share a GPU, or an emulated one, is no evidence",) * 2
+    found = [row for run in evidence for row in rows(frame(run))]
+    changes = [
+        row["change_percent"] for row in found if row["protocol"] == AUTO and not math.isnan(row["change_percent"])
+    ]
+    shares = [
+        100 * row["comm_share"] for row in found if row["protocol"].startswith(V2) and row["latency_us"] == row["v2_us"]
+    ]
+    steps = f"{len({(row['model'], row['batch']) for row in found})} steps"
+    return (
+        f"{max(changes):+.1f} % to {min(changes):+.1f} % ({steps})" if changes else "not measured: one side is missing",
+        f"{min(shares):.1f} % to {max(shares):.1f} % ({steps})" if shares else "not measured: custom AR v2 is missing",
+    )
+
+
+def is_decode(run: Run) -> bool:
+    """Whether the run is one of this experiment."""
+    return bool(run.request.get("what") == "decode" and isinstance(run.request.get("steps"), list))
 
 
 def caption(run: Run) -> Iterator[str]:

@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 
 import experiments
+from experiments import claims
 from experiments.decode import report
-from fcomm.errors import RecordError
+from fcomm.errors import ArgumentError, RecordError
 from tests import launch
 
 pytestmark = pytest.mark.mpi
 
 NAMES = "one_shot.ll,two_shot.lamport16,custom_ar_v2,custom_ar_v2.pull_two_shot"
-DECODE = ["--protocols", NAMES, "--batch", "1,3", "--calls", "6"]
+DECODE = ["--protocols", NAMES, "--batch", "1,3", "--calls", "6", "--shapes", "search"]
 SWEEP = ["--protocols", "one_shot.ll", "--peers", "mpi,nccl", "--sizes", "1K", "--dtypes", "f32,bf16", "--calls", "10"]
 BOTH = """
 from experiments.decode.__main__ import main as decode
@@ -42,10 +43,16 @@ def test_an_emulated_step_from_start_to_figure(both: tuple[subprocess.CompletedP
     done, path, _ = both
     run = experiments.load(path)
     assert run.complete
-    assert set(run.cases["status"]) == {"measured"}
+    tuned = run.cases["case"].isin([case for step in run.request["steps"] for case in step["tuned"]])
+    assert tuned.sum() == 2
+    assert (
+        run.cases.loc[tuned, "reason"].str.contains("its default one is the fastest")
+        | (run.cases.loc[tuned, "shape"] != "")
+    ).all()
+    assert set(run.cases.loc[~tuned, "status"]) == {"measured"}
     assert (run.cases["wrong"] == 0).all()
-    assert len(run.cases) == 2 * (2 + len(NAMES.split(",")))
-    compared = run.cases[run.cases["protocol"] != "none"]
+    assert len(run.cases) == 2 * (3 + len(NAMES.split(",")))
+    compared = run.cases[(run.cases["protocol"] != "none") & (run.cases["status"] == "measured")]
     assert (compared["checked_calls"] == 2).all()
     assert (run.latency["iterations"] == 6).all()
     assert set(run.cases["nbytes"]) == {512, 3 * 512}  # two bytes for each of 256 elements of a sequence
@@ -62,7 +69,7 @@ def test_an_emulated_step_from_start_to_figure(both: tuple[subprocess.CompletedP
     assert (path / "decode.md").read_text() in text
     assert (path / "decode.png").read_bytes().startswith(b"\x89PNG")
     assert text.count("### tiny, 2 layers, batch ") == 2
-    assert text.count("same bits") == len(compared)
+    assert text.count("| same bits") == len(compared)
     assert "Times of an emulation in NumPy on a CPU: they show that the code runs, and nothing about a GPU." in text
     assert "auto (" in text
 
@@ -85,6 +92,67 @@ def test_other_runs_are_no_decode_runs() -> None:
     run = experiments.load(Path(experiments.__file__).parent / "data" / "h200-shared" / "all_reduce")
     with pytest.raises(RecordError, match=r"is no run of experiments\.decode"):
         report.table(run)
+
+
+def test_steps_are_no_latencies(both: tuple[subprocess.CompletedProcess[str], Path, Path], tmp_path: Path) -> None:
+    _, decode, sweep = both
+    with pytest.raises(RecordError, match="has times of whole decode steps, and no latencies of a collective"):
+        experiments.load(decode).for_figures()
+    assert claims.main([str(decode), str(sweep), "--out", str(tmp_path)]) == 0
+    assert "an emulated one, is no evidence" in (tmp_path / "claims.md").read_text()
+    with pytest.raises(ArgumentError, match=r"only runs of experiments\.decode were named"):
+        claims.main([str(decode), "--out", str(tmp_path)])
+
+
+def test_what_a_server_would_claim(both: tuple[subprocess.CompletedProcess[str], Path, Path]) -> None:
+    run = experiments.load(both[1])
+    run.launches[0].update(backend="cuda", ranks_per_device=1)
+    tpot, share = report.end_to_end([run])
+    frame = report.frame(run)
+    auto = frame.loc[frame["protocol"] == "auto", "change_percent"]
+    assert tpot == f"{auto.max():+.1f} % to {auto.min():+.1f} % (2 steps)"
+    assert share.endswith("(2 steps)")
+    assert "no evidence" not in report.table(run)
+
+
+# An all-reduce that is wrong on one rank, in one element and in its second call, must be found before anything is timed.
+BROKEN = """
+from mpi4py import MPI
+
+from experiments.decode.__main__ import main
+from fcomm import bootstrap
+from fcomm.communicator import Call
+
+right, calls = Call.__call__, {{}}
+
+
+def wrong(self):
+    out = right(self)
+    if self.protocol == "two_shot.lamport16" and MPI.COMM_WORLD.rank == 1:
+        calls[self] = calls.get(self, 0) + 1
+        if calls[self] == 2:
+            out.reshape(-1)[7] += 1
+    return out
+
+
+Call.__call__ = wrong
+raise SystemExit(bootstrap.run(lambda argv: main({words!r})))
+"""
+
+
+@pytest.mark.full
+def test_a_wrong_sum_is_found_and_not_timed(tmp_path: Path) -> None:
+    words = ["--protocols", "one_shot.ll,two_shot.lamport16", "--batch", "2", "--calls", "6", "--out", str(tmp_path)]
+    done = launch.mpirun(2, ["-c", BROKEN.format(words=words)], timeout=100)
+    assert done.returncode == 1, done.stderr
+    (path,) = (p.parent for p in tmp_path.glob("*/run.json"))
+    run = experiments.load(path)
+    bad = run.cases[run.cases["protocol"] == "two_shot.lamport16"].iloc[0]
+    assert (bad["status"], bad["iterations"]) == ("wrong", 0)
+    assert bad["wrong"] > 0
+    assert "outputs of a step differ from the sums taken on the host" in bad["reason"]
+    assert (run.cases.loc[run.cases["protocol"] != "two_shot.lamport16", "status"] == "measured").all()
+    assert "- wrong: " in done.stdout
 
 
 @pytest.mark.full

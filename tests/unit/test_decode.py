@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,10 +17,10 @@ from experiments.decode import __main__ as command
 from experiments.decode import gpu, shapes
 from experiments.decode.emulated import EmulatedModel
 from experiments.decode.shapes import MODELS, Room
-from experiments.decode.step import Tensor, filled, operations, tensors, token
+from experiments.decode.step import Tensor, filled, tensors
+from fcomm import measure_cuda
 from fcomm.dtypes import REDUCIBLE
 from fcomm.errors import ArgumentError, FcommError, SetupError
-from fcomm.source import kernel_root
 from tests.unit.native import compile_library
 
 GIB = 1 << 30
@@ -142,14 +145,13 @@ def test_the_cpu_backend_takes_tiny_alone() -> None:
     assert request("").resolved("cuda").models == ("llama3-8b",)
 
 
-# ---- the step's kernels, on the host ---------------------------------------------------------------------------------
+# ---- a GPU's step, on the host ---------------------------------------------------------------------------------------
 
-# CUDA's words that decode.cu uses and the cpu backend's shim lacks. A grid is run block by block, so that what a block shares
-# may be static; lanes exchange through the words that the shim has for votes.
+# CUDA's words that decode.cu uses and the cpu backend's shim lacks, put in front of its kernels. A grid is run block by block, so
+# that what a block shares may be static; lanes exchange through the words that the shim has for votes.
 HOST = """
 #include <math.h>
 #include <functional>
-#include "reduce.cuh"
 #define __global__
 #define __shared__ static
 #undef blockIdx
@@ -187,83 +189,139 @@ ENTRIES = {
 C_TYPES = {np.uint64: ctypes.c_uint64, np.uint32: ctypes.c_uint32, np.float32: ctypes.c_float}
 
 
-class HostModel(gpu.GpuModel):
-    """The GPU's model with its kernels compiled for the host, NumPy in the place of cuBLAS, and host memory."""
+class Array(np.ndarray[Any, Any]):
+    """A CuPy array, as far as a step looks at it."""
 
-    def __init__(self, comm: Any, model: shapes.Model, batch: int, context: int, dtype: str, folder: Path) -> None:
-        self.model, self.comm, self.context = model, comm, context
-        self._dtype, self._sms = REDUCIBLE[dtype].numpy, 16
-        self.heads, self.group = model.kv_heads // comm.world_size, model.heads // model.kv_heads
-        text = (kernel_root() / gpu.SOURCE).read_text().replace("#define FC_N 1\n", "")
-        defines = gpu.source(model, dtype).split("#define FC_N")[0]
-        calls = [
-            f'extern "C" void host_{name}(const unsigned* grid, unsigned threads, {arguments}) {{ body = [=] {{ {name}('
-            f"{', '.join(a.split()[1] for a in arguments.split(','))}); }}; run(grid, threads); }}"
-            for name, arguments in ENTRIES.items()
-        ]
-        self._library = compile_library("\n".join([HOST, defines, text, *calls]), folder, 1)
-        self._arrays = {}
-        for name, tensor in tensors(model, comm.world_size, comm.rank, batch, context):
-            self._arrays[name] = np.empty(int(np.prod(tensor.shape)), np.uint16)
-            self.fill(self.address(name), tensor)
-        for name, nbytes in gpu.buffer_bytes(model, comm.world_size, batch).items():
-            self._arrays[name] = np.full(nbytes, gpu.POISON, np.uint8).view(np.uint16)
-        self.multiply = SimpleNamespace(multiply=self._multiply)  # type: ignore[assignment]
+    @property
+    def data(self) -> Any:
+        return SimpleNamespace(ptr=self.ctypes.data)
 
-    def launch(self, kernel: str, grid: tuple[int, ...], threads: int, *arguments: Any) -> None:
-        sizes = (ctypes.c_uint * 3)(*(*grid, 1, 1)[:3])
-        if kernel == "fill":
-            sizes[0], threads = 2, 64  # it strides
-        getattr(self._library, f"host_{kernel}")(sizes, threads, *(C_TYPES[type(a)](a) for a in arguments))
+    def get(self) -> Any:
+        return np.array(self)
 
-    def copy(self, target: int, source: int, nbytes: int) -> None:
-        ctypes.memmove(target, source, nbytes)
 
-    def address(self, name: str) -> int:
-        return int(self._arrays[name].ctypes.data)
+class HostStream:
+    ptr = 7
 
-    def _at(self, address: int, *shape: int) -> Any:
-        count = int(np.prod(shape))
-        words = np.ctypeslib.as_array((ctypes.c_uint16 * count).from_address(address))
-        return words.view(self._dtype).reshape(shape)
+    def __enter__(self) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
+    def synchronize(self) -> None: ...
 
-    def _multiply(self, weights: int, x: int, out: int, rows: int, columns: int, batch: int) -> None:
-        product = self._at(x, batch, columns).astype(np.float32) @ self._at(weights, rows, columns).astype(np.float32).T
-        self._at(out, batch, rows)[:] = product.astype(self._dtype)
+
+class HostCublas:
+    """cuBLAS as its manual has it: matrices in columns, one behind the other."""
+
+    def __init__(self, element: Any, kind: int) -> None:
+        self._element, self._kind, self.workspace = element, kind, 0
+
+    def cublasCreate_v2(self, handle: Any) -> int:
+        return 0
+
+    def cublasSetStream_v2(self, handle: Any, stream: Any) -> int:
+        assert (stream.value, self.workspace) == (HostStream.ptr, 0)  # a stream that is set takes the workspace away
+        return 0
+
+    def cublasSetWorkspace_v2(self, handle: Any, address: Any, size: Any) -> int:
+        self.workspace = size.value
+        return 0
+
+    def cublasDestroy_v2(self, handle: Any) -> int:
+        return 0
+
+    def _matrix(self, pointer: Any, rows: int, columns: int, leading: int) -> Any:
+        words = np.ctypeslib.as_array((ctypes.c_uint16 * (leading * columns)).from_address(pointer.value))
+        return words.view(self._element).reshape(columns, leading).T[:rows]
+
+    def cublasGemmEx(
+        self, handle: Any, trans_a: int, trans_b: int, m: int, n: int, k: int, alpha: Any, a: Any, a_type: int, lda: int,
+        b: Any, b_type: int, ldb: int, beta: Any, c: Any, c_type: int, ldc: int, compute: int, algorithm: int,
+    ) -> int:  # fmt: skip
+        assert (trans_a, trans_b, {a_type, b_type, c_type}, compute, algorithm) == (1, 0, {self._kind}, 68, -1)
+        assert (alpha._obj.value, beta._obj.value) == (1, 0)
+        assert self.workspace
+        product = self._matrix(a, k, m, lda).astype(np.float32).T @ self._matrix(b, k, n, ldb).astype(np.float32)
+        self._matrix(c, m, n, ldc)[:] = product.astype(self._element)
+        return 0
+
+
+def host_module(code: str, folder: Path) -> Any:
+    """The step's kernels compiled for the host, as CuPy's RawModule hands them out."""
+    calls = [
+        f'extern "C" void host_{name}(const unsigned* grid, unsigned threads, {arguments}) {{ body = [=] {{ {name}('
+        f"{', '.join(a.split()[1] for a in arguments.split(','))}); }}; run(grid, threads); }}"
+        for name, arguments in ENTRIES.items()
+    ]
+    code = code.replace("namespace decode {", f"{HOST}\nnamespace decode {{", 1)
+    library = compile_library("\n".join([code, *calls]), folder, 1)
+
+    def function(name: str) -> Any:
+        def launch(grid: tuple[int, ...], block: tuple[int], arguments: tuple[Any, ...]) -> None:
+            sizes = (ctypes.c_uint * 3)(*(*grid, 1, 1)[:3])
+            if name == "fill":
+                sizes[0] = 1  # it strides
+            getattr(library, f"host_{name}")(sizes, block[0], *(C_TYPES[type(a)](a) for a in arguments))
+
+        return launch
+
+    return SimpleNamespace(get_function=function)
+
+
+@pytest.fixture
+def host_cupy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """CuPy's place is taken by what a step needs of it, on host memory."""
+    runtime = SimpleNamespace(
+        memcpyDeviceToDevice=3,
+        memcpyAsync=lambda target, source, nbytes, kind, stream: ctypes.memmove(target, source, nbytes),
+        memsetAsync=lambda address, value, nbytes, stream: ctypes.memset(address, value, nbytes),
+    )
+    cuda = SimpleNamespace(runtime=runtime, memory=SimpleNamespace(OutOfMemoryError=MemoryError))
+    cupy = SimpleNamespace(
+        cuda=cuda,
+        empty=lambda count, dtype: np.empty(count, dtype).view(Array),
+        RawModule=lambda code, options, backend: host_module(code, tmp_path),
+        get_default_memory_pool=lambda: SimpleNamespace(free_all_blocks=lambda: None),
+    )
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
+    monkeypatch.setattr(measure_cuda, "stream_of", lambda comm: HostStream())
+    monkeypatch.setattr(
+        measure_cuda,
+        "capture",
+        lambda stream, queue: SimpleNamespace(launch=lambda stream: [operation() for operation in queue]),
+    )
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.full)])
-def test_the_kernels_compute_what_numpy_computes(dtype: str, tmp_path: Path) -> None:
-    """The whole step, of one of two ranks whose peer sends zeros; attention in two parts, one of them with an odd end."""
+def test_a_gpus_step_computes_what_numpy_computes(dtype: str, host_cupy: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one of two ranks whose peer sends zeros; attention in two parts, the second one with an odd end."""
     model, batch, context = MODELS["tiny"], 2, 71
     element = REDUCIBLE[dtype].numpy
-    comm: Any = SimpleNamespace(rank=1, world_size=2, empty=lambda count, _: np.empty(count, element))
-    host = HostModel(comm, model, batch, context, dtype, tmp_path)
+    cublas = HostCublas(element, 14 if dtype == "bfloat16" else 2)
+    monkeypatch.setattr(gpu.Cublas, "_load", staticmethod(lambda: cublas))
+    comm: Any = SimpleNamespace(
+        rank=1, world_size=2, gpu=SimpleNamespace(sms=16), backend=SimpleNamespace(synchronize=lambda: None),
+        empty=lambda count, _: np.empty(count, element),
+    )  # fmt: skip
+    on_gpu = gpu.GpuModel(comm, model, batch, context, dtype)
     emulated = EmulatedModel(comm, model, batch, context, dtype)
     for name, tensor in tensors(model, 2, 1, batch, context):
-        assert (host._arrays[name].view(element) == filled(tensor, element).reshape(-1)).all(), name
+        assert (on_gpu._arrays[name].view(element) == filled(tensor, element).reshape(-1)).all(), name
+    assert shapes.parts_of(batch, on_gpu.heads, context, 16) == 2
 
-    emulated.put_token(batch, 5)
-    x, out = emulated.buffers(batch)
+    def step(model: Any, run: Callable[..., object]) -> Any:
+        model.put_token(batch, 5)
+        x, out = model.buffers(batch)
+        run(batch, x, out, partial(np.copyto, out.view(np.uint16), x.view(np.uint16)))
+        return model.result(batch)
 
-    def reduce() -> None:
-        out[:] = x
-
-    emulated.eager(batch, x, out, reduce)
-    want = emulated.result(batch)
-
-    host.fill(host.address("token"), token(model, batch, 5))
-    ends = host.address("x"), host.address("out")
-    assert shapes.parts_of(batch, host.heads, context, 16) == 2
-    step = gpu._Step(host, batch, *ends, 2)
-    nbytes = host._arrays["x"].nbytes
-    for operation in operations(model, step, lambda: host.copy(ends[1], ends[0], nbytes)):
-        operation()
-    for name, expected in zip(("residual", "logits"), want, strict=True):
-        got = host._arrays[name].view(element).astype(np.float32)
-        scale = float(np.abs(expected.astype(np.float32)).max())
-        unit = 2.0**-8 if dtype == "bfloat16" else 2.0**-11
-        assert np.abs(got - expected.astype(np.float32).reshape(-1)).max() < 4 * unit * scale, name
+    want, got = step(emulated, emulated.eager), step(on_gpu, on_gpu.eager)
+    for a, b in zip(got, want, strict=True):
+        assert a.shape == b.shape
+        scale, unit = np.abs(b.astype(np.float32)).max(), 2.0**-8 if dtype == "bfloat16" else 2.0**-11
+        assert np.abs(a.astype(np.float32) - b.astype(np.float32)).max() < 4 * unit * scale
+    again = step(on_gpu, lambda *arguments: on_gpu.ready(*arguments).run())
+    assert all((a.view(np.uint16) == b.view(np.uint16)).all() for a, b in zip(again, got, strict=True))
+    on_gpu.close()
 
 
 def test_weights_are_random_and_differ_between_ranks() -> None:
