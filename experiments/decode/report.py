@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -307,24 +308,28 @@ def figure(run: Run) -> Figure:
             }
             look = looks.get(line, other)
             axis.plot(best["batch"], 100 * best["comm_share"], label=line, markersize=4.5, linewidth=1.4, **look)
+            low, high = (100 * (1 - best["bound_us"] / best[end]) for end in ("low_us", "high_us"))
+            axis.fill_between(best["batch"], low, high, color=look["color"], alpha=0.15, linewidth=0)
         axis.set_xscale("log", base=2)
         axis.set_xticks(sorted(of_model["batch"].unique()), [str(b) for b in sorted(of_model["batch"].unique())])
         first = of_model.iloc[0]
         layers = "" if first["layers"] == first["of_layers"] else f", {first['layers']} of {first['of_layers']} layers"
         axis.set_title(f"{name}{layers}", fontsize=10)
-        axis.set_xlabel("sequences of a step")
         axis.grid(alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
         axis.set_ylim(bottom=min(0.0, axis.get_ylim()[0]))
     axes[0].set_ylabel("communication (% of the step)")
     handles = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-    picture.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+    picture.legend(handles.values(), handles.keys(), loc="outside right center", fontsize=8, frameon=False)
     picture.suptitle(
         f"All-reduce in a decode step: the step's time beyond the one without communication\n{run.taken_on}",
         fontsize=10,
     )
-    warning = no_evidence(run)
-    if warning:
-        picture.supxlabel(warning, fontsize=7, wrap=True)
+    notes = [
+        f"Medians over {run.request['calls']} steps of the slowest rank; bands: 95 % intervals of these, the bound's left out."
+    ]
+    wrapped = textwrap.wrap(" ".join(filter(None, [no_evidence(run), *notes])), 40 + 60 * len(models))
+    picture.supxlabel("\n".join(["sequences of a step", "", *wrapped]), fontsize=8)
     return picture
 
 
