@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 from pathlib import Path
 
@@ -163,3 +164,32 @@ def test_bad_input_is_said_once(tmp_path: Path) -> None:
     assert errors == ["error: --model tiny: its 16 query heads are no equal parts for 3 ranks: start 2 or 4 or 8 ranks"]
     assert "Traceback" not in done.stderr
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.full
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed")
+def test_torch_distributed_beside_a_protocol(tmp_path: Path) -> None:
+    """Over two rank counts, each with a process group of its own."""
+    words = [
+        "--protocols",
+        "one_shot.ll",
+        "--peers",
+        "torch",
+        "--ranks",
+        "2,3",
+        "--sizes",
+        "1K",
+        "--dtypes",
+        "f32,bf16",
+    ]
+    words += ["--calls", "10", "--budget", "10m", "--out", str(tmp_path)]
+    done = launch.mpirun(3, ["-m", "experiments.sweep", *words], timeout=200)
+    assert done.returncode == 0, done.stderr
+    (path,) = (p.parent for p in tmp_path.glob("*/run.json"))
+    cases = experiments.load(path).cases
+    theirs = cases[cases["protocol"] == "torch.distributed"]
+    assert len(theirs) == 4
+    assert (theirs["status"] == "measured").all()
+    assert (theirs["wrong"] == 0).all()
+    symmetric = cases[cases["protocol"].str.startswith("torch.symm_mem")]
+    assert set(symmetric["reason"]) == {"PyTorch's symmetric memory is for GPUs"}
