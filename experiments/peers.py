@@ -16,7 +16,7 @@ import os
 import shutil
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
@@ -417,6 +417,26 @@ def _peer(comm: Communicator, name: str) -> Peer:
     if isinstance(found, str):
         raise NotAdmittedError(found)
     return found
+
+
+def cases(
+    options: Sequence[str],
+    collective: str,
+    dtype: str,
+    nbytes: int,
+    n: int,
+    modes: Sequence[str],
+    launches: Sequence[str],
+) -> dict[Case, str | None]:
+    """The peers' cases of one point, each with the reason if it is none.
+
+    They launch as they do, whatever the feature; they stand beside the protocols of each, in the same rounds.
+    """
+    found = [
+        Case(collective, name, dtype, nbytes, n, mode, None, launch)
+        for option in options if n > 1 for name in named(option) for mode in modes for launch in launches
+    ]  # fmt: skip
+    return {case: refusal(case) for case in found}
 
 
 def refused_here(comm: Communicator, case: Case) -> str | None:

@@ -67,14 +67,14 @@ class Request:
     collectives: tuple[str, ...] = ("all_reduce",)
     launches: tuple[str, ...] = ()
     """Launch features, of `fcomm.source.LAUNCHES`."""
+    peers: tuple[str, ...] = ()
+    """Other libraries' all-reduces, of `peers.OPTIONS`, measured beside the protocols."""
     inputs: tuple[str, ...] = ()
     """Where pull protocols find their input. Empty: in the staging buffer for `graph`, else in an array."""
     share: float | None = None
     """Percent of the SMs that a rank may use, where ranks share a GPU through MPS."""
     shapes: str = ""
     """Launch shapes, of SHAPES. Empty: a search on GPUs where the budget has room for it."""
-    peers: tuple[str, ...] = ()
-    """Other libraries' all-reduces, of `peers.OPTIONS`, measured beside the protocols."""
 
     def resolved(self, backend: str) -> Request:
         """With what was left open - modes, launch features, calls, shapes - as that backend has it by default."""
@@ -297,11 +297,11 @@ def build_request(args: argparse.Namespace, started: int) -> Request:
         seed=seed,
         backend=args.backend or "auto",
         collectives=collectives,
+        peers=_list("--peers", args.peers, peers.OPTIONS),
         launches=_list("--launch", args.launch, LAUNCHES),
         inputs=_list("--inputs", args.inputs, INPUTS),
         share=args.share,
         shapes=args.shapes or "",
-        peers=_list("--peers", args.peers, peers.OPTIONS),
     )
 
 
@@ -331,12 +331,6 @@ def candidates(
                 reason = case.refusal(capabilities, gpu)
                 if reason is None or request.protocols:
                     found |= {replace(case, input=where): reason for where in _inputs(request, case, gpu)}
-    # Peers launch as they do; they stand beside the protocols of each launch feature, in the same rounds.
-    for name in [name for option in request.peers for name in peers.named(option)]:
-        for mode in request.modes:
-            for launch in request.launches if launches is None else launches:
-                case = Case(collective, name, dtype, nbytes, n, mode, None, launch)
-                found[case] = peers.refusal(case)
     return found
 
 
@@ -381,6 +375,7 @@ def dry_run(request: Request) -> str:
             for dtype in request.dtypes:
                 for nbytes in request.sizes:
                     found = candidates(request, collective, dtype, nbytes, n, every_need)
+                    found |= peers.cases(request.peers, collective, dtype, nbytes, n, request.modes, request.launches)
                     cases = [case for case, reason in found.items() if reason is None]
                     if not cases:
                         continue

@@ -447,8 +447,9 @@ class Sweep:
     ) -> dict[Case, str | None]:
         first = comms.first
         found = candidates(self.request, collective, dtype, nbytes, n, first.capabilities, first.gpu, comms.launches)
-        for case in [case for case, why in found.items() if case.peer and why is None]:
-            found[case] = peers.refused_here(first, case)
+        r = self.request
+        for case, why in peers.cases(r.peers, collective, dtype, nbytes, n, r.modes, comms.launches).items():
+            found[case] = why or peers.refused_here(first, case)
         return found
 
     def _survey_tuned(self, comms: Communicators, shapes: search.Shapes, default: Sequence[Surveyed]) -> list[Surveyed]:
@@ -944,8 +945,8 @@ def _cases_by_number(run: records.Run) -> dict[int, Case]:
 
 OPTIONS = {
     "sizes": "sizes", "ranks": "ranks", "dtypes": "dtypes", "protocols": "protocols", "modes": "modes", "calls": "calls",
-    "budget": "budget_s", "seed": "seed", "collective": "collectives", "launch": "launches", "inputs": "inputs",
-    "shapes": "shapes", "share": "share", "peers": "peers",
+    "budget": "budget_s", "seed": "seed", "collective": "collectives", "peers": "peers", "launch": "launches", "inputs": "inputs",
+    "shapes": "shapes", "share": "share",
 }  # fmt: skip
 """Options that describe a run, with the field of its request that each one sets."""
 

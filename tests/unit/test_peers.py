@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from experiments import peers, tables
-from experiments.request import build_request, candidates, parser
+from experiments.request import build_request, dry_run, parser
 from fcomm import checks
 from fcomm.dtypes import REDUCIBLE
 from fcomm.errors import ArgumentError, NotAdmittedError
@@ -93,14 +93,16 @@ def test_options_and_names() -> None:
 def test_cases_of_peers() -> None:
     words = ["--peers", "mpi,nccl", "--protocols", "one_shot.ll", "--sizes", "4K", "--backend", "cuda"]
     request = build_request(parser().parse_args(words), 2).resolved("cuda")
-    found = candidates(request, "all_reduce", "float32", 4096, 2, frozenset({"atomic8"}))
-    of_peers = {(c.protocol, c.dependent_launch): why for c, why in found.items() if c.peer}
+    found = peers.cases(request.peers, "all_reduce", "float32", 4096, 2, request.modes, request.launches)
+    of_peers = {(c.protocol, c.dependent_launch): why for c, why in found.items()}
+    assert peers.cases(request.peers, "all_reduce", "float32", 4096, 1, request.modes, request.launches) == {}
     assert set(of_peers) == {(name, launch) for name in ("mpi", "nccl") for launch in ("none", "late")}
     assert of_peers["nccl", "late"] is None
     assert (
         of_peers["mpi", "late"]
         == "no graph of the sweep's takes its calls, and mode graph needs that: add --modes host"
     )
+    assert dry_run(request).count(" nccl ") == 2
     gathers = Case("all_gather", "nccl", "float32", 4096, 2)
     assert peers.refusal(gathers) == "a peer is measured for all-reduce alone"
     columns = Case("all_reduce", "torch.symm_mem.one_shot", "float32", 4096, 2).columns()
