@@ -944,8 +944,8 @@ def _cases_by_number(run: records.Run) -> dict[int, Case]:
 
 
 OPTIONS = {
-    "sizes": "sizes", "ranks": "ranks", "dtypes": "dtypes", "protocols": "protocols", "modes": "modes", "calls": "calls",
-    "budget": "budget_s", "seed": "seed", "collective": "collectives", "peers": "peers", "launch": "launches", "inputs": "inputs",
+    "peers": "peers", "sizes": "sizes", "ranks": "ranks", "dtypes": "dtypes", "protocols": "protocols", "modes": "modes", "calls": "calls",
+    "budget": "budget_s", "seed": "seed", "collective": "collectives", "launch": "launches", "inputs": "inputs",
     "shapes": "shapes", "share": "share",
 }  # fmt: skip
 """Options that describe a run, with the field of its request that each one sets."""
