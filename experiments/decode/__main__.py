@@ -27,11 +27,11 @@ from experiments import mps, search
 from experiments.decode import report, shapes
 from experiments.decode.shapes import Model
 from experiments.decode.step import Replay, Runner
-from experiments.request import CPU_PROTOCOLS, _items
+from experiments.request import CPU_PROTOCOLS, SEARCH, SHAPES, _items
 from experiments.sweep import HANG_S, Communicators, on_root
 from fcomm import Communicator, bootstrap, checks, measure, provenance, records, settings
 from fcomm.cli import Parser
-from fcomm.communicator import Call
+from fcomm.communicator import Call, resolve_backend
 from fcomm.dtypes import BYTES, REDUCIBLE, reducible
 from fcomm.errors import ArgumentError, DeviceError, FcommError, NotAdmittedError
 from fcomm.measure import ARRAY, COPY, STAGING, Case
@@ -90,14 +90,9 @@ class Request:
             context=self.context or CONTEXT[backend],
             calls=self.calls or CALLS[backend],
             launches=self.launches or (("none",) if backend == "cpu" else ("late",)),
-            shapes=self.shapes or ("default" if backend == "cpu" else search_word()),
+            shapes=self.shapes or ("default" if backend == "cpu" else SEARCH),
             protocols=self.protocols or ((*CPU_PROTOCOLS, V2) if backend == "cpu" else every),
         )
-
-
-def search_word() -> str:
-    """The option's word for a search of launch shapes."""
-    return "search"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -127,7 +122,7 @@ def parser() -> argparse.ArgumentParser:
         "--launch", metavar="LIST", help=f"launch features, alike for all: {', '.join(LAUNCHES)} (late on GPUs)"
     )
     p.add_argument(
-        "--shapes", choices=("default", search_word()),
+        "--shapes", choices=SHAPES,
         help="search: other launch shapes are tried for custom AR v2, and the best is measured beside the default "
         "(search on GPUs)",
     )  # fmt: skip
@@ -231,19 +226,18 @@ class Decode:
     def __init__(self, world: MPI.Intracomm, request: Request, stack: ExitStack) -> None:
         self.world, self.request, self.stack = world, request, stack
         self.recorder: records.Recorder | None = None
-        with Communicator(world, backend=request.backend, max_bytes=4096, model="seed") as comm:
-            self.facts = provenance.collect(comm)
-        self.request = request.resolved(self.facts["backend"])
+        self.request = request.resolved(resolve_backend(request.backend, world))
         for name in self.request.models:
             shapes.model(name).check(world.size)
-        self.cuda = self.facts["backend"] == "cuda"
+        self.cuda = self.request.backend == "cuda"
+        self.no_launch: dict[str, str] = {}
+        self.comms = self._communicators()
+        self.first = self.comms.first
+        self.facts = {**provenance.collect(self.first), "chosen_by": self.first.model_words}
         if self.cuda:
             from experiments.decode import gpu
 
             self.facts["decode_source_hash"] = gpu.source_hash()
-        self.no_launch: dict[str, str] = {}
-        self.comms = self._communicators()
-        self.first = self.comms.first
 
     # ---- setting up ----
 
@@ -305,7 +299,7 @@ class Decode:
                         why = protocol(name).refusal(r.dtype, comm.world_size, comm.capabilities)
                         if why is not None:
                             refused[ways[-1]] = why
-                    if r.shapes == search_word() and V2 in r.protocols:
+                    if r.shapes == SEARCH and V2 in r.protocols:
                         ways.append(here(V2, launch, tuned=True))
         found = [Candidate(way, number, self._case(way, models)) for number, way in enumerate(ways)]
         for c in found:
