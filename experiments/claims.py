@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments import frames
+from experiments.decode import report
 from experiments.figures import newest
 from experiments.tables import aligned, latency_csv, rows
 from fcomm import bootstrap, records
 from fcomm.cli import Parser, folder
+from fcomm.errors import ArgumentError
 from fcomm.sizes import format_size
 
 if TYPE_CHECKING:
@@ -163,8 +165,11 @@ def amdahl_line(found: pd.DataFrame) -> str:
     )
 
 
-def markdown(found: pd.DataFrame, runs: Sequence[Run]) -> str:
-    """A table for each comparison, with what has to be known beside it; predictions only if their gate is passed."""
+def markdown(found: pd.DataFrame, runs: Sequence[Run], steps: Sequence[Run] = ()) -> str:
+    """A table for each comparison, with what has to be known beside it; predictions only if their gate is passed.
+
+    steps : runs of experiments.decode.
+    """
     from experiments import predict  # which imports this module
 
     lines: list[str] = []
@@ -178,13 +183,13 @@ def markdown(found: pd.DataFrame, runs: Sequence[Run]) -> str:
         lines += [*aligned(table), ""]
     lines += predict.section()
     low, high = PAPER_TPOT_PERCENT
-    here = "not measured here: no decode experiment in these runs"
+    tpot, share = report.end_to_end(steps)
     lines += ["### end to end", ""]
     lines += aligned(
         [
             ["what", "paper", "ours"],
-            ["time per output token against the same engine with custom AR v2", f"{low:+.1f} % to {high:+.1f} %", here],
-            ["all-reduce's share of the baseline's decode time", f"{PAPER_SHARE_PERCENT:.1f} %", here],
+            ["time per output token against the same engine with custom AR v2", f"{low:+.1f} % to {high:+.1f} %", tpot],
+            ["all-reduce's share of the baseline's decode time", f"{PAPER_SHARE_PERCENT:.1f} %", share],
         ]
     )
     return "\n".join([*lines, "", *_notes(found, runs)])
@@ -247,10 +252,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("runs", type=Path, nargs="*", metavar="RUN", help="folders of runs (the newest under results/)")
     p.add_argument("--out", type=Path, metavar="DIR", help="folder for claims.md and claims.csv (the first run's)")
     args = p.parse_args(argv)
-    runs = [records.load(path) for path in args.runs or [newest(command="claims")]]
+    every = [records.load(path) for path in args.runs or [newest(command="claims")]]
+    runs, steps = ([run for run in every if report.is_decode(run) is wanted] for wanted in (False, True))
+    if not runs:
+        raise ArgumentError(
+            "only runs of experiments.decode were named: name one of the sweep, whose latencies are claimed, too"
+        )
     out = folder(args.out or runs[0].path, "--out")
     found = claims(runs)
-    text = markdown(found, runs)
+    text = markdown(found, runs, steps)
     print(text)
     records.write_whole(out / "claims.md", f"{text}\n".encode())
     records.write_whole(out / "claims.csv", latency_csv(found))

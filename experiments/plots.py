@@ -12,6 +12,7 @@ import numpy as np
 
 from experiments import frames
 from experiments.tables import cells, families, family, rows
+from fcomm import measure
 from fcomm.errors import RecordError
 from fcomm.measure import FLOOR
 from fcomm.protocols import protocols
@@ -36,6 +37,9 @@ PANELS_IN_A_ROW = 4
 
 def style(protocol: str) -> dict[str, Any]:
     """Colour and marker of a protocol: its own in every figure of its collective, whatever else is drawn."""
+    if protocol in measure.PEERS:
+        k = measure.PEERS.index(protocol)
+        return {"color": BASELINE_COLOURS[k % len(BASELINE_COLOURS)], "marker": MARKERS[-1 - k]}
     known = protocols().get(protocol)
     alike = [
         p.name
@@ -61,7 +65,7 @@ def family_style(name: str, collective: str) -> dict[str, Any]:
 
 
 def _baseline(name: str) -> bool:
-    return any(p.baseline for p in protocols().values() if family(p.name) == name)
+    return name in measure.PEERS or any(p.baseline for p in protocols().values() if family(p.name) == name)
 
 
 def figures(run: Run) -> dict[str, Figure]:

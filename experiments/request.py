@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from experiments import peers
 from fcomm import measure, settings
 from fcomm.cli import Parser
 from fcomm.dtypes import reducible
@@ -66,6 +67,8 @@ class Request:
     collectives: tuple[str, ...] = ("all_reduce",)
     launches: tuple[str, ...] = ()
     """Launch features, of `fcomm.source.LAUNCHES`."""
+    peers: tuple[str, ...] = ()
+    """Other libraries' all-reduces, of `peers.OPTIONS`, measured beside the protocols."""
     inputs: tuple[str, ...] = ()
     """Where pull protocols find their input. Empty: in the staging buffer for `graph`, else in an array."""
     share: float | None = None
@@ -151,6 +154,11 @@ def parser() -> argparse.ArgumentParser:
         choices=SHAPES,
         help="launch shapes: default; search: others are tried at a few sizes, and those that gain are measured beside the "
         f"default (search on GPUs with a budget of {SEARCH_FROM_S:.0f}s or more, else default)",
+    )
+    p.add_argument(
+        "--peers",
+        metavar="LIST",
+        help=f"all-reduces of other libraries beside ours: {', '.join(peers.OPTIONS)} (none); what cannot run says why",
     )
     p.add_argument("--backend", choices=("auto", "cpu", "cuda"), help="auto: cuda where there is a GPU (auto)")
     p.add_argument(
@@ -289,6 +297,7 @@ def build_request(args: argparse.Namespace, started: int) -> Request:
         seed=seed,
         backend=args.backend or "auto",
         collectives=collectives,
+        peers=_list("--peers", args.peers, peers.OPTIONS),
         launches=_list("--launch", args.launch, LAUNCHES),
         inputs=_list("--inputs", args.inputs, INPUTS),
         share=args.share,
@@ -366,6 +375,7 @@ def dry_run(request: Request) -> str:
             for dtype in request.dtypes:
                 for nbytes in request.sizes:
                     found = candidates(request, collective, dtype, nbytes, n, every_need)
+                    found |= peers.cases(request.peers, collective, dtype, nbytes, n, request.modes, request.launches)
                     cases = [case for case, reason in found.items() if reason is None]
                     if not cases:
                         continue

@@ -28,7 +28,7 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from experiments import mps, search
+from experiments import mps, peers, search
 from experiments.request import (
     CHECKING_SHARE,
     FINISH_S,
@@ -112,6 +112,7 @@ class Communicators:
     def __init__(self, make: Callable[[str], Communicator]) -> None:
         self._make = make
         self._made: dict[tuple[str, int | None], Communicator] = {}
+        self._beside: dict[tuple[str, str], Communicator] = {}
 
     def launch(self, name: str) -> Communicator:
         """The one with a launch feature. Collective where it is made."""
@@ -119,6 +120,11 @@ class Communicators:
 
     def of(self, case: Case) -> Communicator:
         """The one that runs the case. Collective where it is made, and by all ranks in the same order."""
+        if case.peer:
+            key = (case.dependent_launch, case.protocol)
+            if key not in self._beside:
+                self._beside[key] = peers.beside(self.launch(case.dependent_launch), case.protocol)
+            return self._beside[key]
         blocks = None if case.shape is None else search.fixed_blocks(case, self.first.gpu)
         return self._get(case.dependent_launch, blocks)
 
@@ -144,7 +150,7 @@ class Communicators:
         return self.first.mpi
 
     def every(self) -> list[Communicator]:
-        return list(self._made.values())
+        return [*self._made.values(), *self._beside.values()]
 
 
 Advance = Callable[[int, str], None]
@@ -309,6 +315,7 @@ class Sweep:
 
                 for comm in comms.every():
                     measure_cuda.close(comm)
+            peers.close()
 
     # ---- records ----
 
@@ -439,7 +446,11 @@ class Sweep:
         self, comms: Communicators, collective: str, dtype: str, nbytes: int, n: int
     ) -> dict[Case, str | None]:
         first = comms.first
-        return candidates(self.request, collective, dtype, nbytes, n, first.capabilities, first.gpu, comms.launches)
+        found = candidates(self.request, collective, dtype, nbytes, n, first.capabilities, first.gpu, comms.launches)
+        r = self.request
+        for case, why in peers.cases(r.peers, collective, dtype, nbytes, n, r.modes, comms.launches).items():
+            found[case] = why or peers.refused_here(first, case)
+        return found
 
     def _survey_tuned(self, comms: Communicators, shapes: search.Shapes, default: Sequence[Surveyed]) -> list[Surveyed]:
         """Checks the cases of a point with the launch shapes that were found for them, where these are others at all."""
@@ -759,7 +770,8 @@ class Sweep:
 
         for s in of_point:
             comm = comms.of(s.case)
-            made = attempt(s, partial(known[s.case.mode].bind, comm, s.case, *buffers.of(comm, s.case)))
+            bind = peers.binding(known[s.case.mode], s.case)
+            made = attempt(s, partial(bind, comm, s.case, *buffers.of(comm, s.case)))
             if made is not None:
                 bound[s.number] = comm, made
                 facts[s.number] = dict(getattr(made, "facts", {}))
@@ -936,7 +948,7 @@ def _cases_by_number(run: records.Run) -> dict[int, Case]:
 
 
 OPTIONS = {
-    "sizes": "sizes", "ranks": "ranks", "dtypes": "dtypes", "protocols": "protocols", "modes": "modes", "calls": "calls",
+    "peers": "peers", "sizes": "sizes", "ranks": "ranks", "dtypes": "dtypes", "protocols": "protocols", "modes": "modes", "calls": "calls",
     "budget": "budget_s", "seed": "seed", "collective": "collectives", "launch": "launches", "inputs": "inputs",
     "shapes": "shapes", "share": "share",
 }  # fmt: skip

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from fcomm import measure
 from fcomm.errors import ArgumentError
 from fcomm.measure import FLOOR, STAGING
 from fcomm.protocols import protocols
@@ -80,9 +81,10 @@ def family(protocol: str) -> str:
 
 
 def families(collective: str) -> list[str]:
-    """Families of a collective, ours first, in the registry's order."""
+    """Families of a collective, ours first, in the registry's order; then other libraries."""
     of_it = [p for p in protocols().values() if p.collective == collective]
-    return list(dict.fromkeys(family(p.name) for p in sorted(of_it, key=lambda p: p.baseline)))
+    ours = dict.fromkeys(family(p.name) for p in sorted(of_it, key=lambda p: p.baseline))
+    return [*ours, *(measure.PEERS if collective == "all_reduce" else ())]
 
 
 def encoding_label(protocol: str) -> str:
@@ -229,7 +231,7 @@ def best_table(run: Run, frame: pd.DataFrame, by: str = "family", l2_gbps: float
     """The best of each family (or every protocol) by size, as Markdown. frame : what `select` returned."""
     found = cells(frame, by, l2_gbps)
     collective = str(frame["collective"].iloc[0])
-    known = families(collective) if by == "family" else [p.name for p in protocols().values()]
+    known = families(collective) if by == "family" else [*(p.name for p in protocols().values()), *measure.PEERS]
     lines = [*matrix(found, known, label=by == "family"), *caption(run, found, l2_gbps)]
     return "\n".join(lines)
 

@@ -111,6 +111,23 @@ def inputs(seed: int | Sequence[int], rank: int, world_size: int, count: int, dt
     return values.astype(element.numpy)
 
 
+def beyond_rounding(xs: Sequence[NDArray[Any]], got: NDArray[Any]) -> int:
+    """Elements that no order of summation explains, with every partial sum rounded to the elements' own type; integers exact.
+
+    A sum of n terms in any order is within (n - 1) u / (1 - (n - 1) u) times the sum of their magnitudes of the exact one, u
+    being half the distance from 1 to the next number (Higham, Accuracy and Stability of Numerical Algorithms, section 4.2);
+    beside it half of the smallest subnormal for each addition.
+    """
+    if got.dtype.kind in "iu":
+        return wrong_elements(got, reduce_reference(xs))
+    info: Any = ml_dtypes.finfo(got.dtype)  # type: ignore[no-untyped-call]
+    n, u = len(xs) - 1, float(info.eps) / 2
+    terms = [np.asarray(x).reshape(-1).astype(np.float64) for x in xs]
+    bound = n * u / (1 - n * u) * sum(np.abs(t) for t in terms) + n * float(info.smallest_subnormal) / 2
+    error = np.abs(got.reshape(-1).astype(np.float64) - sum(terms))
+    return int(np.count_nonzero(~(error <= bound)))  # a NaN is beyond any bound
+
+
 def order_shows(xs: Sequence[NDArray[Any]]) -> int:
     """Elements whose bits differ between rank order and the reverse: how well inputs can tell orders apart."""
     return wrong_elements(reduce_reference(xs), reduce_reference(list(reversed(xs))))

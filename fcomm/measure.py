@@ -38,6 +38,8 @@ COPY = "copy"
 """What one rank does, whatever the protocol: a case's name for it."""
 FLOOR = "floor"
 """A kernel that moves the input to the output and communicates nothing: a case's name for it, in `protocol`."""
+PEERS = ("mpi", "nccl", "torch.distributed", "torch.symm_mem.one_shot", "torch.symm_mem.two_shot")
+"""All-reduces of other libraries: a case's name for them, in `protocol`; `experiments.peers` makes their calls."""
 CHECKED_CALLS = 4
 DATASETS = 4
 """More than an encoding has copies of a slot (3): a call that read any earlier call's data is always seen."""
@@ -69,9 +71,14 @@ class Case:
         return self.collective, self.dtype, self.nbytes, self.ranks
 
     @property
+    def peer(self) -> bool:
+        """Whether another library makes the calls."""
+        return self.protocol in PEERS
+
+    @property
     def registered_name(self) -> str:
         """What to ask the communicator for."""
-        return "auto" if self.protocol in (COPY, FLOOR) else self.protocol
+        return "auto" if self.protocol in (COPY, FLOOR) or self.peer else self.protocol
 
     @property
     def count(self) -> int:
@@ -87,7 +94,7 @@ class Case:
 
     def form(self, gpu: GpuShare | None = None) -> Protocol | None:
         """The protocol that runs: the one named, or the one that a name for several stands for at this size."""
-        if self.protocol in (COPY, FLOOR):
+        if self.protocol in (COPY, FLOOR) or self.peer:
             return None
         return protocols()[self.protocol].at(self.nbytes, self.ranks, gpu or HOPPER)
 
@@ -107,7 +114,7 @@ class Case:
             "form": p.name if p else self.protocol,
             "algorithm": p.algorithm.name if p else self.protocol,
             "encoding": "+".join(dict.fromkeys(e.name for e in p.encodings)) if p else "",
-            "baseline": bool(p and p.baseline),
+            "baseline": self.peer or bool(p and p.baseline),
             "mode": self.mode,
             "dependent_launch": self.dependent_launch,
             "input": self.input,
@@ -317,7 +324,8 @@ class Dataset:
         self, comm: Communicator, seed: Sequence[int], case: Case, forms: Iterable[Protocol | None] = ()
     ) -> None:
         n = comm.world_size
-        self.own = checks.inputs([*seed, case.count], comm.rank, n, case.count, case.dtype)
+        self._seed, self._case, self._ranks = [*seed, case.count], case, n
+        self.own = self._inputs(comm.rank)
         every = np.empty((n, self.own.nbytes), np.uint8)
         comm.mpi.Allgather(self.own.view(np.uint8), every)
         rows = [row.view(self.own.dtype) for row in every]
@@ -330,6 +338,15 @@ class Dataset:
     def want(self, form: Protocol | None) -> NDArray[Any]:
         """The exact result on this rank, flat."""
         return self._want[_zero_rule(form)]
+
+    def _inputs(self, rank: int) -> NDArray[Any]:
+        return checks.inputs(self._seed, rank, self._ranks, self._case.count, self._case.dtype)
+
+    def wrong(self, case: Case, form: Protocol | None, got: NDArray[Any]) -> int:
+        """Wrong elements of a result: other bits or, of a peer that promises no order, an error beyond any order's."""
+        if case.peer:
+            return checks.beyond_rounding([self._inputs(rank) for rank in range(self._ranks)], got)
+        return checks.wrong_elements(got, self.want(form))
 
 
 def _zero_rule(form: Protocol | None) -> str:
@@ -435,7 +452,8 @@ def verify(
     def check(turn: int, b: Bound) -> None:
         # An odd stride, so that a candidate does not meet the same data in every turn.
         dataset = data[(turn * (len(bound) | 1) + number[b.case]) % len(data)]
-        want = dataset.want(b.case.form(b.comm.gpu))
+        form = b.case.form(b.comm.gpu)
+        want = dataset.want(form)
         kept = []
         if b.out is not b.x:
             poison = np.empty_like(want)
@@ -446,7 +464,7 @@ def verify(
         b.launch()
         b.comm.backend.synchronize()
         b.comm.check()
-        wrong[b.case] += checks.wrong_elements(b.comm.to_host(b.out), want)
+        wrong[b.case] += dataset.wrong(b.case, form, b.comm.to_host(b.out))
 
     failed = in_turns(mpi, bound, CHECKED_CALLS, check)
     mine = np.array(list(wrong.values()), np.int64)

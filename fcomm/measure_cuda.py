@@ -205,6 +205,10 @@ class Ring:
         part = self.count // self._case.ranks
         return slice(k * SHIFT + self._rank * part, k * SHIFT + (self._rank + 1) * part)
 
+    def rows(self, k: int) -> list[NDArray[Any]]:
+        """Call k's input of each rank."""
+        return [row[self._part(k)] for row in self._rows]
+
     def _exact(self, form: Protocol | None) -> Callable[[int], NDArray[Any]]:
         """Call number -> what its output must hold; None stands for the floor."""
         if form is None:  # the input again, as often as the output holds it
@@ -573,3 +577,7 @@ MODES: Mapping[str, Mode] = MappingProxyType(
     }
 )
 """Kinds of latency on the cuda backend. `floor` is measured with the grid of the case's own call."""
+
+
+# What experiments time graphs of their own with (a decode step, say).
+capture, timed, meeting_of, stream_of = _capture, _timed, _meeting, _stream

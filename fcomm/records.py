@@ -613,7 +613,14 @@ class Run:
         return f"{shared} sharing one {model} {through}"
 
     def for_figures(self) -> pd.DataFrame:
-        """`latency`, where it may be shown and fitted; `RecordError` for a time-sliced run and for one without times."""
+        """`latency`, where it may be shown and fitted; `RecordError` for a run without times, one that was time-sliced, and one
+        whose times are of whole decode steps.
+        """
+        if "steps" in self.request:
+            raise RecordError(
+                f"{self.path} has times of whole decode steps, and no latencies of a collective: its decode.md has the table, and "
+                "experiments.decode.report makes it"
+            )
         if self.cases["time_sliced"].any():
             raise RecordError(
                 f"{self.path} was taken with ranks taking turns on one GPU (time-sliced): its times say nothing about "

@@ -150,8 +150,8 @@ def _code(text: str) -> str:
 
 
 def source_hash() -> str:
-    """SHA-256 over all kernel sources but their comments, without the simulator and with registered headers: which kernels a
-    record was taken with.
+    """SHA-256 over all kernel sources but their comments, without the simulator and the kernels that experiments run beside
+    collectives, and with registered headers: which kernels a record was taken with.
     """
     headers = registered()
     if not headers:
