@@ -150,6 +150,39 @@ class _Packed:
         self.config_address = ctypes.addressof(self.config)
 
 
+class _EdgeData(ctypes.Structure):
+    """``CUgraphEdgeData`` of the driver; 8 bytes, of which the type alone is looked at."""
+
+    _fields_ = (
+        ("from_port", ctypes.c_ubyte),
+        ("to_port", ctypes.c_ubyte),
+        ("type", ctypes.c_ubyte),
+        ("reserved", ctypes.c_ubyte * 5),
+    )
+
+
+_PROGRAMMATIC_EDGE = 1
+
+
+def _dependent_edges(edges_of: Any, graph: int) -> int:
+    """edges_of : the driver's ``cuGraphGetEdges_v2``. graph : a ``CUgraph``."""
+    edges_of.argtypes = (ctypes.c_void_p,) * 5
+    edges_of.restype = ctypes.c_int
+    count = ctypes.c_size_t(0)
+
+    def ask(*arrays: Any) -> None:
+        status = edges_of(graph, *arrays, ctypes.addressof(count))
+        if status:
+            raise translated(_DriverError(status))
+
+    ask(None, None, None)  # how many there are
+    if not count.value:
+        return 0
+    ends, data = (ctypes.c_void_p * count.value), (_EdgeData * count.value)()
+    ask(ends(), ends(), data)
+    return sum(edge.type == _PROGRAMMATIC_EDGE for edge in data)
+
+
 # Modules stay loaded until the process ends: a captured graph may outlive the communicator that it was captured with.
 _loaded: dict[tuple[int, str], tuple[int, Any, int, int]] = {}
 
@@ -578,6 +611,16 @@ class CudaBackend:
             self._launch_kernel(kernel.pointer, shape.blocks, 1, 1, shape.threads, 1, 1, 0, stream, at, 0)
         except Exception as error:
             raise translated(error, self._shared) from None
+
+    def dependent_edges(self, graph: Any) -> int | None:
+        """Programmatic edges of a captured graph (a CuPy Graph): kernels in it that may be scheduled before the one ahead of
+        them is over. None where the driver cannot tell (before CUDA 12.3).
+        """
+        try:
+            edges_of = ctypes.CDLL("libcuda.so.1").cuGraphGetEdges_v2
+        except (OSError, AttributeError):
+            return None
+        return _dependent_edges(edges_of, int(graph.graph))
 
     def _pack(self, params: NDArray[np.void]) -> _Packed:
         packed = self._packed[id(params)] = _Packed(params)
