@@ -276,7 +276,9 @@ def _sample_skewed(comm: Communicator, launch: Any, iterations: int) -> NDArray[
 
     def hold_up(k: int) -> None:
         end = clock() + before_ns[k]
-        while clock() < end:  # a sleep would overshoot; without yielding, a shared core is taken away afterwards for as long
+        while (
+            clock() < end
+        ):  # a sleep would overshoot; without yielding, a shared core is taken away afterwards for as long
             os.sched_yield()
 
     return added_ns(_sample_host(comm, launch, iterations, hold_up), launch.delays)

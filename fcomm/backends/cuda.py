@@ -148,6 +148,16 @@ class _Packed:
         self.attribute = _LaunchAttribute(_PROGRAMMATIC_STREAM_SERIALIZATION, b"", 1, b"")
         self.config = _LaunchConfig(1, 1, 1, 1, 1, 1, 0, None, ctypes.pointer(self.attribute), 1)
         self.config_address = ctypes.addressof(self.config)
+        self._shape: LaunchShape | None = None
+        self._stream: int | None = None
+
+    def configured(self, shape: LaunchShape, stream: int) -> int:
+        """Address of the configuration for that grid and stream, which are mostly those of the last launch."""
+        if shape is not self._shape or stream != self._stream:
+            config = self.config
+            config.grid_x, config.block_x, config.stream = shape.blocks, shape.threads, stream
+            self._shape, self._stream = shape, stream
+        return self.config_address
 
 
 class _EdgeData(ctypes.Structure):
@@ -364,6 +374,7 @@ class CudaBackend:
         self._launch_dependent: Any = None
         self._last: list[int | None] = []
         self._asked = 0
+        self._current: Stream | None = None  # CuPy's current stream as it was in the last call
 
     def _choose_device(self, wanted: int | None) -> int:
         """The device that was asked for; else the one made current, if it is not the first; else one for each rank in turn."""
@@ -599,9 +610,8 @@ class CudaBackend:
             self._independent(packed, kernel, shape, stream)
 
     def _dependent(self, packed: _Packed, kernel: CudaKernel, shape: LaunchShape, stream: int) -> None:
-        config = packed.config
-        config.grid_x, config.block_x, config.stream = shape.blocks, shape.threads, stream
-        status = self._launch_dependent(packed.config_address, kernel.pointer, packed.pointers_address, None)
+        at = packed.configured(shape, stream)
+        status = self._launch_dependent(at, kernel.pointer, packed.pointers_address, None)
         if status:
             raise translated(_DriverError(status), self._shared)
 
@@ -685,7 +695,7 @@ class CudaBackend:
         else:
             name = self.view(x).dtype
             dtype = REDUCIBLE[name].numpy if name in REDUCIBLE else np.dtype(name)
-        if self._cupy.cuda.get_current_stream().ptr == self._asked:
+        if self._asked is self._current or self._cupy.cuda.get_current_stream().ptr == self._asked:
             return self._cupy.empty(shape, dtype)
         with self._cupy.cuda.ExternalStream(int(self._asked)):
             return self._cupy.empty(shape, dtype)
@@ -719,8 +729,12 @@ class CudaBackend:
         if stream is None:
             if interop.is_torch(x):
                 return int(interop.torch_module().cuda.current_stream(x.device).cuda_stream)
-            stream = self._cupy.cuda.get_current_stream()
-        elif isinstance(stream, int):
+            stream, last = self._cupy.cuda.get_current_stream(), self._current
+            if last is None or last.owner is not stream:
+                self._current = last = Stream(stream.ptr)
+                last.owner = stream
+            return last
+        if isinstance(stream, int):
             return stream
         pointer = getattr(stream, "ptr", None)
         if pointer is None:
