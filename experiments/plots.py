@@ -539,7 +539,7 @@ def skew(run: Run, collective: str = "all_reduce", launch: str | None = None) ->
     A line for each side: its protocol that is fastest without a delay, in all panels followed over the delays. Level: a late
     rank costs its delay and nothing else. Falling: work of the others was done while they waited for it.
     """
-    frame = frames.skewed(run, collective)
+    frame = frames.skewed(run, collective, launch)
     launch = launch or headline_launch(frame)
     frame = frame[frame["dependent_launch"] == launch]
     if frame["delay_us"].nunique() < 2:

@@ -26,7 +26,7 @@ def _header(mode_width: int) -> str:
         "shape       time     algbw     busbw    wrong   x floor"
     )
     units = f"#                 (B)   (elements){'':{head.index('time') - 34}s}(us)    (GB/s)    (GB/s)"
-    return f"{head}\n{units:<{len(head)}s}\n"
+    return f"{head}\n{units:<{len(head)}s}"
 
 
 def nccl_table(run: Run) -> str:
