@@ -217,6 +217,12 @@ def write_whole(path: Path, content: bytes) -> None:
             scratch.unlink(missing_ok=True)
 
 
+def make_folder(path: Path) -> None:
+    """Makes a folder for what is derived from records, if there is none; raises `RecordError`."""
+    with _writing(path):
+        path.mkdir(parents=True, exist_ok=True)
+
+
 def _json(value: Any) -> bytes:
     return (json.dumps(value, indent=2, sort_keys=True, default=str) + "\n").encode()
 
