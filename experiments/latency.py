@@ -120,9 +120,10 @@ def targets(runs: Sequence[Run]) -> pd.DataFrame:
 
 
 def _of_graphs(run: Run, collective: str) -> pd.DataFrame:
-    """The run's graph times of a collective; of an emulation, which has none, its first mode's. `RecordError`: none."""
-    frame = frames.first_kind(run, collective, None if frames.emulated(run) else measure.GRAPH)
-    return frame[frame["mode"] == frame["mode"].iloc[0]]
+    """The run's graph times of a collective; `RecordError` where it has none, and for an emulation, which meets no target."""
+    if frames.emulated(run):
+        raise RecordError("the times are those of an emulation")
+    return frames.first_kind(run, collective, measure.GRAPH)
 
 
 def _against(
@@ -137,8 +138,7 @@ def _against(
         except FcommError as error:
             why = str(error) if frames.NO_TIMES not in str(error) else why
             continue
-        kind = {"mode": str(frame["mode"].iloc[0]), "dtype": str(frame["dtype"].iloc[0])}
-        every = frames.ratios(run, frames.OURS, side, collective, **kind)
+        every = frames.ratios(run, frames.OURS, side, collective, **_kind(frame))
         every = every if ranks is None else every[every["ranks"] == ranks]
         if every.empty:
             why = f"the run lacks {of_ranks}, ours or {side.name}"
@@ -159,6 +159,10 @@ def _against(
     yield from (_missing(goal, why, of_ranks) for goal in goals)
 
 
+def _kind(frame: pd.DataFrame) -> dict[str, str]:
+    return {"mode": str(frame["mode"].iloc[0]), "dtype": str(frame["dtype"].iloc[0])}
+
+
 def _point(row: dict[str, object]) -> str:
     return f"{row['ours']}, {format_size(int(str(row['nbytes'])))} among {row['ranks']}"
 
@@ -167,10 +171,10 @@ def _never_slower(runs: Sequence[Run]) -> Iterator[Outcome]:
     """Ours at its fastest launch feature; theirs late, as their authors set it. The point where we do worst."""
     for run in runs:
         try:
-            mode = str(_of_graphs(run, "all_reduce")["mode"].iloc[0])
+            kind = _kind(_of_graphs(run, "all_reduce"))
         except FcommError:
             continue
-        found = frames.ratios(run, frames.OURS, frames.V2_AS_SET, "all_reduce", frames.ANY, "late", mode)
+        found = frames.ratios(run, frames.OURS, frames.V2_AS_SET, "all_reduce", frames.ANY, "late", **kind)
         counted_ones = found[~found["masked"].astype(bool)].sort_values(
             "change_percent", ascending=False, kind="stable"
         )

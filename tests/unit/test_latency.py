@@ -43,13 +43,17 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return experiments.load(make(out, KINDS, us=us, sizes=SIZES, ranks=(2, 8), features=("none", "late"), l2_gbps=1e6))
 
 
+@pytest.fixture(scope="module")
+def found(run: Any) -> pd.DataFrame:
+    return latency.targets([run])
+
+
 def lines(found: pd.DataFrame, goal: Goal) -> dict[str, Any]:
     of_it = found[found["goal"] == goal.name]
-    return {row.where: row for row in of_it.itertuples()}
+    return {str(row.where): row for row in of_it.itertuples()}
 
 
-def test_each_target_has_a_verdict_with_its_interval(run: Any) -> None:
-    found = latency.targets([run])
+def test_each_target_has_a_verdict_with_its_interval(found: pd.DataFrame) -> None:
     median = lines(found, EIGHT[0])
     assert set(median) == {"8 ranks, none", "8 ranks, late"}
     line = median["8 ranks, late"]
@@ -70,8 +74,7 @@ def test_each_target_has_a_verdict_with_its_interval(run: Any) -> None:
     assert slab.value == SlabLayout(8, 1 << 20).slab_bytes / 2**20
 
 
-def test_what_no_run_has_is_not_measured_with_the_reason(run: Any) -> None:
-    found = latency.targets([run])
+def test_what_no_run_has_is_not_measured_with_the_reason(found: pd.DataFrame) -> None:
     gather = lines(found, latency.GATHER[0])["all ranks"]
     assert (gather.verdict, gather.says) == ("not measured", "no run has times of all-gather in graphs")
     for goal, mode in ((latency.PREPARED, "prepared"), (latency.EAGER, "host")):
@@ -122,8 +125,8 @@ def test_host_times_are_those_to_the_return(tmp_path: Path) -> None:
     assert "no run has times of all-reduce in graphs" in text  # a sandwich is no graph
 
 
-def test_the_report_has_every_part(run: Any) -> None:
-    text = "\n".join(latency.report([run], latency.targets([run]), None))
+def test_the_report_has_every_part(run: Any, found: pd.DataFrame) -> None:
+    text = "\n".join(latency.report([run], found, None))
     for part in (
         "## Targets", "## all-reduce, bfloat16, graph, dependent launch none", "x floor", "## Where the time of a call goes",
         "Not measured: the runs have no variants", "## Counted, not timed", "`one_shot.ll`", "sharing one NVIDIA H200",
@@ -155,7 +158,10 @@ def test_an_emulation_says_so(tmp_path: Path) -> None:
     emulated = experiments.load(
         make(tmp_path, KINDS, sizes=SIZES, features=("none",), provenance=synthetic.CPU, mode="host", floors=False)
     )
-    text = "\n".join(latency.report([emulated], latency.targets([emulated]), None))
+    found = latency.targets([emulated])
+    assert set(found.loc[found["where"] != "counted", "verdict"]) == {"not measured"}
+    assert lines(found, EIGHT[0])["8 ranks"].says == "the times are those of an emulation"
+    text = "\n".join(latency.report([emulated], found, None))
     assert "EMULATION on CPUs" in text
     assert "no run has times of mode host on a GPU" in text
 
@@ -183,16 +189,19 @@ def test_what_is_measured_depends_on_what_is_there() -> None:
 
 
 def test_records_that_are_there_are_read_and_nothing_is_measured(
-    run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    run: Any, found: pd.DataFrame, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(subprocess, "run", None)
+    monkeypatch.setattr(latency, "targets", lambda runs: found)
     before = sorted(p.name for p in run.path.iterdir())
-    assert latency.main(["--run", str(run.path), "--arch", "none"]) == 0
-    assert "## Targets" in capsys.readouterr().out
-    assert sorted(p.name for p in run.path.iterdir()) == before
     assert latency.main(["--run", str(run.path), "--arch", "none", "--out", str(tmp_path / "new")]) == 0
-    assert "## Targets" in (tmp_path / "new" / "latency.md").read_text()
+    printed = capsys.readouterr().out
+    assert sorted(p.name for p in run.path.iterdir()) == before
+    assert (tmp_path / "new" / "latency.md").read_text() in printed + "\n"
     assert (tmp_path / "new" / "targets.csv").read_text().startswith("goal,where,value,low,high")
+    monkeypatch.setattr(latency, "report", lambda runs, found, arch: iter(["a table"]))
+    assert latency.main(["--run", str(run.path)]) == 0
+    assert capsys.readouterr().out == "a table\n\n"  # and nothing is kept
 
 
 def test_bad_input_is_one_sentence(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
