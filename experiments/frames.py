@@ -23,6 +23,7 @@ from fcomm import provenance
 from fcomm.errors import ArgumentError, RecordError
 from fcomm.measure import (
     FLOOR,
+    GRAPH,
     SKEW,
     launch_draws,
     launch_interval,
@@ -117,11 +118,16 @@ def measured(
 
 
 def first_kind(run: Run, collective: str, mode: str | None = None, dtype: str | None = None) -> pd.DataFrame:
-    """`measured` of the mode and dtype that the run has first of that collective; `RecordError` where there is none."""
+    """`measured` of one mode and dtype of that collective: graph, where the run has it, else its first; its first dtype.
+
+    `RecordError` where there is none.
+    """
     frame = measured(run, collective, mode=mode, dtype=dtype)
     if frame.empty:
         raise RecordError(f"{NO_TIMES} {collective.replace('_', '-')}")
-    return frame[(frame["mode"] == frame["mode"].iloc[0]) & (frame["dtype"] == frame["dtype"].iloc[0])]
+    chosen = GRAPH if (frame["mode"] == GRAPH).any() else frame["mode"].iloc[0]
+    frame = frame[frame["mode"] == chosen]
+    return frame[frame["dtype"] == frame["dtype"].iloc[0]]
 
 
 def launch_features(frame: pd.DataFrame) -> list[str]:

@@ -953,7 +953,7 @@ OPTIONS = {
 def _resumed(world: MPI.Intracomm, args: argparse.Namespace) -> Request:
     given = [name for name in (*OPTIONS, "out", "into") if getattr(args, name) is not None]
     if given:
-        raise ArgumentError(f"--resume continues a run as it was asked for: leave out --{given[0]}")
+        raise ArgumentError(f"--resume continues a run as it was asked for: leave out --{given[0].replace('_', '-')}")
     return _kept_request(world, args.resume, args)
 
 
@@ -964,7 +964,7 @@ def _repeated(world: MPI.Intracomm, args: argparse.Namespace) -> Request:
     for name, of_it in given.items():
         if getattr(now, of_it) != getattr(kept, of_it):
             raise ArgumentError(
-                f"{args.into} was asked for with another --{name}: leave it out to measure that run again, or name a new folder"
+                f"{args.into} was asked for with another --{name.replace('_', '-')}: leave it out to measure that run again, or name a new folder"
             )
     return replace(kept, budget_s=now.budget_s)
 

@@ -14,9 +14,12 @@ from numpy.typing import NDArray
 
 from fcomm import measure, measure_cuda
 from fcomm.backends.base import View
+from fcomm.backends.cpu import CpuKernel, build_text
 from fcomm.dtypes import REDUCIBLE
 from fcomm.errors import ArgumentError, FcommError
+from fcomm.layout import params_dtype
 from fcomm.measure import Case
+from fcomm.source import flatten
 
 CALL_NS, NEIGHBOUR_NS = 2000, 700
 
@@ -208,3 +211,46 @@ def test_a_clock_that_is_too_coarse_for_the_delay_is_told(machine: Machine) -> N
     made = bind(machine, Case("all_reduce", measure.COPY, "float32", 4096, 1, measure.SKEW, delay_us=1.0))
     with pytest.raises(FcommError, match=r"too coarse for a delay of 1 us: it took 3\.5 us"):
         made.sample(3)
+
+
+# ---- the norm behind a sandwiched collective, in the host's words -----------------------------------------------------
+
+SHUFFLE = """
+#define FC_CPU 1
+#define FC_N 2
+#define __shared__ static
+#include <math.h>
+#include "reduce.cuh"
+namespace fc {
+// Of one block alone, whose threads are fibers: through the memory of its warp's votes.
+inline float __shfl_xor_sync(u32 mask, float value, u32 step) {
+  warp().votes[lane_id()] = float_to_bits(value);
+  group_sync(mask);
+  const float other = bits_to_float(warp().votes[lane_id() ^ step]);
+  group_sync(mask);
+  return other;
+}
+}  // namespace fc
+#include "measure/neighbours.cuh"
+"""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_norm_is_one(dtype: str) -> None:
+    """Rows of several passes of the block, a shorter last one, an end that is no multiple of 16 bytes."""
+    element = REDUCIBLE[dtype]
+    text = flatten(f"{SHUFFLE}FC_KERNEL((fc::rms_norm<fc::{element.kernel_type}>))")
+    kernel = CpuKernel(build_text(text, f"norm-{dtype}"))
+    row, threads = 2048 // element.itemsize, 64
+    for count in (3 * row + 100, 3 * row + 7, 5):
+        x = np.random.default_rng(count).normal(2, 3, count).astype(element.numpy)
+        y = np.full(count + 8, 99, element.numpy)
+        params = np.zeros(1, params_dtype(2))
+        params["in"], params["out"], params["nbytes"], params["part"] = x.ctypes.data, y.ctypes.data, x.nbytes, 2048
+        params["aligned"] = x.nbytes % 16 == 0
+        assert kernel.run(params.ctypes.data, 1, threads) == 0
+        wide = x.astype(np.float64)
+        rows = np.split(wide, range(row, count, row))
+        want = np.concatenate([part / np.sqrt(np.mean(part**2) + 1e-6) for part in rows])
+        np.testing.assert_allclose(y[:count].astype(np.float64), want, rtol=2e-6 if dtype == "float32" else 5e-3)
+        assert (y[count:] == 99).all()  # and nothing beyond
