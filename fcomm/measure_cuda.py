@@ -603,8 +603,8 @@ class SandwichCalls(GraphCalls):
         return self._queue(kernel, -(-nbytes // NORM_ROW_BYTES), source, target, nbytes, dependent)
 
     def _queue(self, kernel: CudaKernel, blocks: int, source: int, target: int, nbytes: int, dependent: bool) -> Queue:
-        # With an early trigger the norm is let in while its collective still waits for peers. The room that it may take is half
-        # of this rank's own, as the collective's is then: it never takes what a peer's grid needs.
+        # Behind a collective's trigger the norm is let in while some threads still wait for peers. The room that it may take is
+        # half of this rank's own, as the collective's is: it never takes what a peer's grid needs.
         blocks = max(1, min(blocks, kernel.max_blocks(NEIGHBOUR_THREADS) // 2))
         params = np.zeros(1, params_dtype(self.comm.world_size))
         params["in"], params["out"], params["nbytes"], params["part"] = source, target, nbytes, NORM_ROW_BYTES
