@@ -74,7 +74,7 @@ def communicator(dependent_launch: str = "late", world_size: int = 8) -> Communi
     backend._errors = np.zeros(1, ERROR_DTYPE)
 
     comm: Any = Communicator.__new__(Communicator)
-    comm.mpi, comm.rank, comm.world_size = None, 0, world_size
+    comm.rank, comm.world_size = 0, world_size
     comm.layout, comm.timeout_s, comm.checked = SlabLayout(world_size, 1 << 20), 10.0, False
     comm.backend, comm.capabilities, comm.gpu = backend, EVERYTHING, None
     comm.slabs, comm._grids, comm.dependent_launch = [k << 32 for k in range(1, world_size + 1)], {}, dependent_launch
