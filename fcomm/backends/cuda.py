@@ -624,13 +624,13 @@ class CudaBackend:
 
     def dependent_edges(self, graph: Any) -> int | None:
         """Programmatic edges of a captured graph (a CuPy Graph): kernels in it that may be scheduled before the one ahead of
-        them is over. None where the driver cannot tell (before CUDA 12.3).
+        them is over. None where the driver does not tell (before CUDA 12.3 it cannot): then they are not counted, and the
+        graph is as good as it was.
         """
         try:
-            edges_of = ctypes.CDLL("libcuda.so.1").cuGraphGetEdges_v2
-        except (OSError, AttributeError):
+            return _dependent_edges(ctypes.CDLL("libcuda.so.1").cuGraphGetEdges_v2, int(graph.graph))
+        except (OSError, AttributeError, FcommError):
             return None
-        return _dependent_edges(edges_of, int(graph.graph))
 
     def _pack(self, params: NDArray[np.void]) -> _Packed:
         packed = self._packed[id(params)] = _Packed(params)

@@ -293,3 +293,7 @@ def test_programmatic_edges_are_counted(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace())
     made = cuda.CudaBackend.__new__(cuda.CudaBackend)
     assert made.dependent_edges(SimpleNamespace(graph=5)) is None
+    kinds += [1, 0]
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(cuGraphGetEdges_v2=edges_of))
+    assert made.dependent_edges(SimpleNamespace(graph=5)) == 1
+    assert made.dependent_edges(SimpleNamespace(graph=6)) is None  # nor is one that it refuses to look at
