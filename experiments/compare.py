@@ -15,6 +15,7 @@ from experiments.tables import aligned, latency_csv, rows
 from fcomm import bootstrap, records
 from fcomm.cli import Parser, target
 from fcomm.errors import ArgumentError, RecordError
+from fcomm.measure import mode_label
 from fcomm.sizes import format_size
 
 if TYPE_CHECKING:
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
 
     from fcomm.records import Run
 
-KEYS = ["collective", "dtype", "mode", "dependent_launch", "ranks", "nbytes", "protocol", "input", "shape"]
+KEYS = [
+    "collective", "dtype", "mode", "dependent_launch", "delay_us", "late_rank", "ranks", "nbytes", "protocol", "input", "shape"
+]  # fmt: skip
 """What makes a case of one run the same case in another."""
 
 
@@ -87,7 +90,7 @@ def _row(row: dict[str, Any]) -> list[str]:
     extra = ", ".join(filter(None, (row["shape"], "in place" if row["input"] == "staging" else "")))
     return [
         f"`{row['protocol']}`{f' ({extra})' if extra else ''}", str(row["ranks"]), format_size(int(row["nbytes"])),
-        f"{row['dtype']}, {row['mode']}, {row['dependent_launch']}", f"{row['before_us']:.3f}", f"{row['after_us']:.3f}",
+        f"{row['dtype']}, {mode_label(row['mode'], row['delay_us'])}, {row['dependent_launch']}", f"{row['before_us']:.3f}", f"{row['after_us']:.3f}",
         f"{row['change_percent']:+.1f} %",
     ]  # fmt: skip
 

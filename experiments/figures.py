@@ -103,13 +103,8 @@ FIGURES: tuple[PaperFigure, ...] = (
     PaperFigure("ablation-launch", "dependent launch none, late and early, on both sides", plots.triggers),
     PaperFigure("floor", "multiples of the floor", plots.floor_multiples),
     PaperFigure("scaling", "latency over the number of ranks", plots.scaling),
+    PaperFigure("skew", "what a delay of one rank adds to a call", plots.skew),
 )
-
-
-NOT_TAKEN = {
-    "skew": ("what a delay of one rank adds to a call", "the sweep has no mode that delays a rank by a known time"),
-}
-"""Figures of the plan whose measurements the sweep cannot take, by name: what they would show, and why they are missing."""
 
 
 @dataclass
@@ -134,8 +129,6 @@ def draw(runs: Sequence[Run], published: pd.DataFrame | None = None) -> Iterator
         run.for_figures()
     for paper_figure in FIGURES:
         yield _draw(runs, paper_figure, published)
-    for name, (shows, reason) in NOT_TAKEN.items():
-        yield Drawn(name, shows, reason=reason)
 
 
 def one(runs: Sequence[Run], name: str) -> Drawn:
@@ -195,7 +188,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if name not in plots.FORMATS:
             raise ArgumentError(f"--formats {name!r} is not known; use {', '.join(plots.FORMATS)}")
     wanted = ("",) if args.only is None else tuple(listed(args.only, "--only"))
-    known = [one.name for one in FIGURES] + [*NOT_TAKEN, COUNTED]
+    known = [one.name for one in FIGURES] + [COUNTED]
     for w in wanted:
         if not any(name.startswith(w) for name in known):
             raise ArgumentError(f"--only {w!r} is no figure; there are {', '.join(known)}")

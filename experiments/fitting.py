@@ -29,7 +29,7 @@ from fcomm.cost_model import (
 )
 from fcomm.errors import RecordError
 from fcomm.grids import default_shape
-from fcomm.measure import STAGING
+from fcomm.measure import SKEW, STAGING
 from fcomm.protocols import protocols
 from fcomm.sizes import format_size
 
@@ -141,8 +141,8 @@ def read(runs: Sequence[Run], mode: str | None = None) -> Table:
         if run.provenance.get("source_hash") != first.provenance.get("source_hash"):
             raise RecordError(f"{run.path} was taken with other kernels than {first.path}: fit them apart")
         cases = run.cases
-        modes = list(dict.fromkeys(cases["mode"]))
-        mode = mode or ("graph" if "graph" in modes else modes[0])
+        modes = [m for m in dict.fromkeys(cases["mode"]) if m != SKEW]  # which is about a delay
+        mode = mode or ("graph" if "graph" in modes or not modes else modes[0])
         registered = protocols()
         named = {p for p in cases["protocol"] if p in registered and registered[p].algorithm.forms is None}
         cases = cases[(cases["mode"] == mode) & cases["protocol"].isin(named) & (cases["ranks"] > 1)]

@@ -23,6 +23,8 @@ from fcomm import provenance
 from fcomm.errors import ArgumentError, RecordError
 from fcomm.measure import (
     FLOOR,
+    GRAPH,
+    SKEW,
     launch_draws,
     launch_interval,
     launch_medians,
@@ -95,11 +97,14 @@ def measured(
 
     Adds `family` (our algorithm; of a baseline what it was rebuilt after), `l2_share` (of the time, that all ranks' bytes
     take to pass the L2 of a shared GPU) and `masked` (that share is so large that the time is about the L2). `RecordError`
-    for time-sliced, mixed and empty runs; no rows where the run has nothing of that kind.
+    for time-sliced, mixed and empty runs; no rows where the run has nothing of that kind. Times of mode skew, which are about a
+    delay, are there only where they are named.
     """
     one_machine([run])
     frame = run.for_figures()
     frame = frame[(frame["ranks"] > 1) & (frame["protocol"] != FLOOR)]
+    if mode != SKEW:
+        frame = frame[frame["mode"] != SKEW]
     named = {"collective": collective, "dependent_launch": launch, "mode": mode, "dtype": dtype, "ranks": ranks}
     for column, wanted in named.items():
         if wanted is not None:
@@ -115,11 +120,16 @@ def measured(
 
 
 def first_kind(run: Run, collective: str, mode: str | None = None, dtype: str | None = None) -> pd.DataFrame:
-    """`measured` of the mode and dtype that the run has first of that collective; `RecordError` where there is none."""
+    """`measured` of one mode and dtype of that collective: graph, where the run has it, else its first; its first dtype.
+
+    `RecordError` where there is none.
+    """
     frame = measured(run, collective, mode=mode, dtype=dtype)
     if frame.empty:
         raise RecordError(f"{NO_TIMES} {collective.replace('_', '-')}")
-    return frame[(frame["mode"] == frame["mode"].iloc[0]) & (frame["dtype"] == frame["dtype"].iloc[0])]
+    chosen = GRAPH if (frame["mode"] == GRAPH).any() else frame["mode"].iloc[0]
+    frame = frame[frame["mode"] == chosen]
+    return frame[frame["dtype"] == frame["dtype"].iloc[0]]
 
 
 def launch_features(frame: pd.DataFrame) -> list[str]:
@@ -133,6 +143,21 @@ def grouped(
 ) -> Iterator[tuple[tuple[Any, ...], pd.DataFrame]]:
     """The frame's groups with their keys as tuples."""
     yield from cast(Any, frame.groupby(list(by), sort=sort))
+
+
+def skewed(run: Run, collective: str = "all_reduce", launch: str | None = None) -> pd.DataFrame:
+    """What calls add to a delay of one rank: `measured` of mode skew and of the first dtype, sorted by delay.
+
+    `latency_us` is what the call adds: from the moment when the late rank comes, to the end on the slowest rank. `RecordError`
+    where the run has no times of that mode.
+    """
+    frame = measured(run, collective, launch, SKEW)
+    if frame.empty:
+        raise RecordError(
+            f"{NO_TIMES} {collective.replace('_', '-')} with a rank that is late: they are taken with --modes {SKEW}"
+        )
+    frame = frame[frame["dtype"] == frame["dtype"].iloc[0]]
+    return frame.sort_values(["ranks", "nbytes", "protocol", "delay_us"], kind="stable").reset_index(drop=True)
 
 
 # ---- sides of a comparison -------------------------------------------------------------------------------------------

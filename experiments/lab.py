@@ -48,11 +48,8 @@ def workplace() -> Path:
     return Path(tempfile.mkdtemp(prefix="flash-comm-"))
 
 
-def mpirun(ranks: int, *arguments: str | Path, timeout_s: float = 300) -> str:
-    """Runs ``python arguments...`` on that many ranks; what it printed, errors included where it failed.
-
-    A kernel that serves a browser is no rank itself: ranks are processes of their own, started and ended here.
-    """
+def on_ranks(ranks: int, *arguments: str | Path) -> tuple[list[str], dict[str, str]]:
+    """The command and the environment that run ``python arguments...`` on that many ranks of this machine."""
     beside = Path(sys.executable).parent / "mpirun"
     launcher = str(beside) if beside.exists() else shutil.which(os.environ.get("MPIRUN", "mpirun").split()[0])
     if not launcher:
@@ -62,7 +59,15 @@ def mpirun(ranks: int, *arguments: str | Path, timeout_s: float = 300) -> str:
     env = {**os.environ, **allow, "OMPI_MCA_rmaps_base_oversubscribe": "1"}
     root = str(Path(__file__).resolve().parent.parent)
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))
-    command = [launcher, "-n", str(ranks), sys.executable, *map(str, arguments)]
+    return [launcher, "-n", str(ranks), sys.executable, *map(str, arguments)], env
+
+
+def mpirun(ranks: int, *arguments: str | Path, timeout_s: float = 300) -> str:
+    """Runs ``python arguments...`` on that many ranks; what it printed, errors included where it failed.
+
+    A kernel that serves a browser is no rank itself: ranks are processes of their own, started and ended here.
+    """
+    command, env = on_ranks(ranks, *arguments)
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=env, check=False)
     except subprocess.TimeoutExpired:

@@ -14,7 +14,7 @@ from experiments import frames
 from experiments.tables import cells, families, family, rows
 from fcomm import measure
 from fcomm.errors import RecordError
-from fcomm.measure import FLOOR
+from fcomm.measure import FLOOR, SKEW
 from fcomm.protocols import protocols
 from fcomm.sizes import format_size
 from fcomm.source import LAUNCHES
@@ -69,8 +69,13 @@ def _baseline(name: str) -> bool:
 
 
 def figures(run: Run) -> dict[str, Figure]:
-    """Every latency figure of a run, by file name: one for each collective, mode and launch feature that it has."""
+    """Every latency figure of a run, by file name: one for each collective, mode and launch feature that it has.
+
+    Of mode skew, what calls add to a delay.
+    """
     frame = run.for_figures()
+    late = frame[(frame["mode"] == SKEW) & (frame["ranks"] > 1)]
+    frame = frame[frame["mode"] != SKEW]
     kinds = frame[["collective", "mode", "dependent_launch"]].drop_duplicates()
     found: dict[str, Figure] = {}
     for collective, mode, launch in kinds.itertuples(index=False):
@@ -78,6 +83,8 @@ def figures(run: Run) -> dict[str, Figure]:
         varied = [str(part) for part, column in zip(parts, kinds.columns, strict=True) if kinds[column].nunique() > 1]
         name = "latency.png" if not found else f"latency-{'-'.join(varied)}.png"
         found[name] = latency(run, mode, collective, launch)
+    for collective in late["collective"].unique():
+        found[f"skew-{collective.replace('_', '-')}.png"] = skew(run, collective)
     return found
 
 
@@ -89,7 +96,7 @@ def latency(run: Run, mode: str | None = None, collective: str = "all_reduce", l
     apart by dashes. Raises `RecordError` where the run has nothing of that kind, or is time-sliced.
     """
     frame = run.for_figures()
-    frame = frame[frame["collective"] == collective]
+    frame = frame[(frame["collective"] == collective) & (frame["mode"] != SKEW)]
     if mode is None and len(frame):
         mode = str(frame["mode"].iloc[0])
     frame = frame[(frame["mode"] == mode) & (frame["protocol"] != FLOOR)]
@@ -524,6 +531,53 @@ def floor_multiples(run: Run, collective: str = "all_reduce", launch: str | None
         "time over the floor's time",
         "Floor: a kernel of the same grid and launch feature that copies input to output and communicates nothing, for each "
         "case its own. A pull that works in place saves that copy and may lie below 1.",
+    )  # fmt: skip
+
+
+SKEW_PANELS = 4
+
+
+def skew(run: Run, collective: str = "all_reduce", launch: str | None = None) -> Figure:
+    """What a call adds to a delay of one rank, over the delay: a panel for each rank count and for one or two sizes.
+
+    A line for each side: its protocol that is fastest without a delay, in all panels followed over the delays. Level: a late
+    rank costs its delay and nothing else. Falling: work of the others was done while they waited for it.
+    """
+    frame = frames.skewed(run, collective, launch)
+    launch = launch or headline_launch(frame)
+    frame = frame[frame["dependent_launch"] == launch]
+    if frame["delay_us"].nunique() < 2:
+        raise RecordError("the run has no two delays with that launch feature: name several with --delays")
+    counts, sizes = _rank_counts(frame), sorted(int(b) for b in frame["nbytes"].unique())
+    sizes = sizes[:1] + (sizes[-1:] if len(sizes) > 1 and 2 * len(counts) <= SKEW_PANELS else [])
+    keys = [(n, nbytes) for nbytes in sizes for n in counts]
+    frame = frame[frame["nbytes"].isin(sizes)]
+    figure, axes = _panels([*range(len(keys))], labels=[f"{n} ranks, {format_size(b)}" for n, b in keys])
+    delays = sorted(float(us) for us in frame["delay_us"].unique())
+    for axis, (n, nbytes) in zip(axes.flat, keys, strict=False):
+        here = frame[(frame["ranks"] == n) & (frame["nbytes"] == nbytes)]
+        for side in frames.SIDES.get(collective, (frames.OURS, frames.BASELINES)):
+            at_once = side.of(here[here["delay_us"] == here["delay_us"].min()]).sort_values("latency_us", kind="stable")
+            if at_once.empty:
+                continue
+            chosen = rows(at_once.head(1))[0]
+            line = here[(here["protocol"] == chosen["protocol"]) & (here["shape"] == chosen["shape"])]
+            line = line[line["input"] == chosen["input"]].sort_values("delay_us")
+            _line(axis, line.assign(nbytes=line["delay_us"]), side.name, SIDE_LOOKS.get(side.name, {"color": "0.4"}))
+        axis.set_xscale("symlog", linthresh=max(delays[1], 1e-3), linscale=0.6)
+        axis.set_xticks(delays, [f"{us:g}" for us in delays])
+        axis.set_xticks([], minor=True)
+        axis.set_ylim(bottom=0)
+        axis.tick_params(labelbottom=True, labelsize=7.5)
+        axis.grid(visible=True, color="0.88", linewidth=0.6)
+        axis.spines[["top", "right"]].set_visible(False)
+    which = frame["late_rank"].dropna().unique()
+    who = f"rank {int(which[0])}" if len(which) else "each rank in turn"
+    return _finish(
+        run, figure, axes, frame, _title(frame, f": what a call adds to a delay of one rank, dependent launch {launch}"),
+        "end of the call behind the delay (µs)",
+        f"Late: {who}. Each side's fastest protocol without a delay. Level: a late rank costs its delay and nothing else.",
+        xlabel="delay of one rank (µs)",
     )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from fcomm import measure, settings
 from fcomm.cli import Parser
 from fcomm.dtypes import reducible
 from fcomm.errors import ArgumentError, RecordError
-from fcomm.measure import ARRAY, COPY, STAGING, Case
+from fcomm.measure import ARRAY, COPY, IN_GRAPHS, SANDWICH_DEPENDENT, SANDWICHES, SKEW, STAGING, Case
 from fcomm.protocols import GpuShare, protocol, protocols
 from fcomm.sizes import format_size, parse_size
 from fcomm.source import LAUNCHES
@@ -27,6 +28,9 @@ INPUTS = (ARRAY, STAGING)
 SHAPES = ("default", SEARCH := "search")
 SEARCH_FROM_S = 120.0
 """Budgets from here on have room for a search of launch shapes, on GPUs."""
+DELAYS_US = {"cuda": (0.0, 1.0, 2.0, 5.0, 10.0, 20.0), "cpu": (0.0, 100.0, 200.0, 500.0, 1000.0, 2000.0)}
+"""Delays of mode skew unless told: from below a call's own time to several times that."""
+MOST_DELAY_US = 1e5
 DEFAULT_SIZES = "1K..1M"
 DEFAULT_BUDGET = "60s"
 CPU_PROTOCOLS = (
@@ -75,21 +79,34 @@ class Request:
     """Percent of the SMs that a rank may use, where ranks share a GPU through MPS."""
     shapes: str = ""
     """Launch shapes, of SHAPES. Empty: a search on GPUs where the budget has room for it."""
+    delays_us: tuple[float, ...] = ()
+    """Of mode skew: by how much one rank is held up."""
+    late_rank: int | None = None
+    """Of mode skew: which one; None: each in turn."""
 
     def resolved(self, backend: str) -> Request:
         """With what was left open - modes, launch features, calls, shapes - as that backend has it by default."""
         known = measure.modes(backend)
         for mode in self.modes:
+            if backend == "cpu" and mode in SANDWICHES:
+                raise ArgumentError(
+                    f"--modes {mode} is for GPUs: the cpu backend runs one grid after the other, so a call between two kernels "
+                    "takes what it takes alone (--modes prepared)"
+                )
             if mode not in known:
                 raise ArgumentError(f"--modes {mode} is not for the {backend} backend; use {', '.join(known)}")
         if backend == "cpu" and (dependent := [name for name in self.launches if name != "none"]):
             raise ArgumentError(f"--launch {dependent[0]} is for GPUs: the cpu backend runs one grid after the other")
+        launches = self.launches or (("none",) if backend == "cpu" else GPU_LAUNCHES)
+        if self.modes == (SANDWICH_DEPENDENT,) and launches == ("none",):
+            raise ArgumentError(f"--modes {SANDWICH_DEPENDENT} is about dependent launch: use --launch late or early")
         most = measure.MOST if backend == "cpu" else measure.MOST_REPLAYS
         return replace(
             self,
             backend=backend,
             modes=self.modes or (next(iter(known)),),
-            launches=self.launches or (("none",) if backend == "cpu" else GPU_LAUNCHES),
+            launches=launches,
+            delays_us=self.delays_us or (DELAYS_US[backend] if SKEW in self.modes else ()),
             calls=self.calls or most,
             shapes=self.shapes or SHAPES[backend == "cuda" and self.budget_s >= SEARCH_FROM_S],
             protocols=self.protocols
@@ -144,8 +161,15 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--inputs",
         metavar="LIST",
-        help="where pull protocols find their input: array, staging (staging for graph, else array)",
+        help="where pull protocols find their input: array, staging (staging for graph and sandwich, else array)",
     )
+    p.add_argument(
+        "--delays",
+        metavar="LIST",
+        help="mode skew: microseconds by which one rank is held up before a call "
+        f"({','.join(f'{us:g}' for us in DELAYS_US['cuda'])}; on the cpu backend {','.join(f'{us:g}' for us in DELAYS_US['cpu'])})",
+    )
+    p.add_argument("--late-rank", type=int, metavar="RANK", help="mode skew: the rank that is held up (each in turn)")
     p.add_argument(
         "--share", type=float, metavar="PERCENT", help="limit of the SMs of each rank, where ranks share a GPU (none)"
     )
@@ -189,6 +213,20 @@ def parse_time(text: str) -> float:
     if not seconds > 0:
         raise ArgumentError(f"--budget {text!r} is not a time: use 60s, 10m or 1h")
     return seconds
+
+
+def parse_delays(text: str) -> tuple[float, ...]:
+    """Microseconds, ascending and each once."""
+    found: set[float] = set()
+    for item in _items("--delays", text):
+        try:
+            us = float(item)
+        except ValueError:
+            us = math.nan
+        if not 0 <= us <= MOST_DELAY_US:
+            raise ArgumentError(f"--delays {item!r} is not a number of microseconds between 0 and {MOST_DELAY_US:.0f}")
+        found.add(us)
+    return tuple(sorted(found))
 
 
 def _items(option: str, text: str) -> list[str]:
@@ -286,12 +324,18 @@ def build_request(args: argparse.Namespace, started: int) -> Request:
         raise ArgumentError(f"--seed {seed} is negative")
     if args.share is not None and not 0 < args.share <= 100:
         raise ArgumentError(f"--share {args.share:g} is not a percentage between 0 and 100")
+    modes = _list("--modes", args.modes, list(measure.mode_names()))
+    for option, value in (("--delays", args.delays), ("--late-rank", args.late_rank)):
+        if value is not None and SKEW not in modes:
+            raise ArgumentError(f"{option} is for --modes {SKEW}, which holds up one rank before a call")
+    if args.late_rank is not None and not 0 <= args.late_rank < min(ranks):
+        raise ArgumentError(f"--late-rank {args.late_rank} is no rank of {min(ranks)}, which this sweep measures too")
     return Request(
         sizes=sizes,
         ranks=ranks,
         dtypes=dtypes,
         protocols=tuple(dict.fromkeys(names)),
-        modes=_list("--modes", args.modes, list(measure.mode_names())),
+        modes=modes,
         calls=calls,
         budget_s=parse_time(_given(args.budget, DEFAULT_BUDGET)),
         seed=seed,
@@ -302,6 +346,8 @@ def build_request(args: argparse.Namespace, started: int) -> Request:
         inputs=_list("--inputs", args.inputs, INPUTS),
         share=args.share,
         shapes=args.shapes or "",
+        delays_us=() if args.delays is None else parse_delays(args.delays),
+        late_rank=args.late_rank,
     )
 
 
@@ -320,17 +366,21 @@ def candidates(
     request : a resolved one. launches : the launch features that are there, if not all that are asked for.
     """
     if n == 1:
-        return {Case(collective, COPY, dtype, nbytes, n, mode): None for mode in request.modes}
+        alone = (mode for mode in request.modes if mode != SKEW and mode not in SANDWICHES)
+        return {Case(collective, COPY, dtype, nbytes, n, mode): None for mode in alone}
     known = [p.name for p in protocols().values() if p.collective == collective]
     names = [name for name in request.protocols if name in known] if request.protocols else known
     found: dict[Case, str | None] = {}
     for name in names:
         for mode in request.modes:
             for launch in request.launches if launches is None else launches:
+                if mode == SANDWICH_DEPENDENT and launch == "none":
+                    continue  # neighbours have what the communicator has
                 case = Case(collective, name, dtype, nbytes, n, mode, None, launch)
                 reason = case.refusal(capabilities, gpu)
                 if reason is None or request.protocols:
-                    found |= {replace(case, input=where): reason for where in _inputs(request, case, gpu)}
+                    where = [replace(case, input=i) for i in _inputs(request, case, gpu)]
+                    found |= dict.fromkeys([one for c in where for one in _delayed(request, c)], reason)
     return found
 
 
@@ -338,7 +388,14 @@ def _inputs(request: Request, case: Case, gpu: GpuShare | None) -> tuple[str, ..
     form = case.form(gpu)
     if form is None or "staging" not in form.regions:
         return (ARRAY,)
-    return request.inputs or ((STAGING,) if case.mode == "graph" else (ARRAY,))
+    return request.inputs or ((STAGING,) if case.mode in IN_GRAPHS else (ARRAY,))
+
+
+def _delayed(request: Request, case: Case) -> list[Case]:
+    """The case with each delay, where its mode has them."""
+    if case.mode != SKEW:
+        return [case]
+    return [replace(case, delay_us=us, late_rank=request.late_rank) for us in request.delays_us]
 
 
 # ---- a dry run -------------------------------------------------------------------------------------------------------
@@ -384,7 +441,7 @@ def dry_run(request: Request) -> str:
                     calls[cases[0].point] = (cost * len(cases), len(cases))
                     costs[cases[0].point] = (sum(of_point), len(cases))
                     lines += [
-                        f"{n:8d} {format_size(nbytes):>10s} {dtype:>11s}  {c.protocol:<26s}  {c.mode:<9s} "
+                        f"{n:8d} {format_size(nbytes):>10s} {dtype:>11s}  {c.protocol:<26s}  {c.mode_label:<18s} "
                         f"{c.dependent_launch:<6s} {c.input:<8s} ~ {cost * 1e6:,.0f} us"
                         for c in cases
                     ]
@@ -406,7 +463,7 @@ def dry_run(request: Request) -> str:
     )
     return "\n".join(
         [
-            "#  ranks       size        type  protocol                    mode      launch input    a call, roughly",
+            "#  ranks       size        type  protocol                    mode               launch input    a call, roughly",
             *lines,
             end,
         ]

@@ -276,6 +276,13 @@ class Sweep:
         from fcomm import measure_cuda
 
         jobs += [partial(backend.compile, "meet", measure_cuda.meet_text(n)) for n in r.ranks]
+        for mode in set(r.modes) & set(measure.SANDWICHES):
+            aware = mode == measure.SANDWICH_DEPENDENT
+            for n, aligned in dict.fromkeys((n, aligned) for n, aligned, _ in floors):
+                jobs.append(partial(backend.compile, "filler", measure_cuda.filler_text(n, aligned, aware)))
+                for dtype in r.dtypes:
+                    if REDUCIBLE[dtype].is_float:
+                        jobs.append(partial(backend.compile, "norm", measure_cuda.norm_text(n, aligned, aware, dtype)))
         for n, aligned, launch in floors:
             for threads in (32, 1024):
                 jobs.append(partial(backend.compile, FLOOR, measure_cuda.floor_text(n, aligned, threads, launch)))
@@ -536,7 +543,8 @@ class Sweep:
         first, mpi = cases[0], comms.mpi
         # On GPUs results are those of the call and not of the way to time it; elsewhere each way makes calls of its own.
         known = measure.modes(self.facts["backend"])
-        checked = {case: replace(case, mode="prepared") if self.cuda else case for case in cases}
+        plain = {case: replace(case, mode="prepared", delay_us=None, late_rank=None) for case in cases}
+        checked = {case: plain[case] if self.cuda or case.mode == measure.SKEW else case for case in cases}
         surveyed = {case: Surveyed(case) for case in dict.fromkeys(checked.values())}
         buffers = _Buffers()
         wanted = [(comms.of(case), case) for case in surveyed]
@@ -565,7 +573,8 @@ class Sweep:
         for case in cases:
             mode = known[case.mode]
             s = surveyed[checked[case]]
-            found.append(replace(s, case=case, cost_s=s.cost_s * mode.calls + mode.overhead_s))
+            cost_s = s.cost_s * mode.calls + mode.overhead_s + 1e-6 * (case.delay_us or 0.0)
+            found.append(replace(s, case=case, cost_s=cost_s))
         return found
 
     # ---- planning ----
@@ -802,6 +811,8 @@ class Sweep:
                 raise error
             if late:
                 break
+        for number, (_, made) in bound.items():  # some facts show with the times
+            facts[number].update(getattr(made, "facts", {}))
         for number, waited_us in skews.items():
             facts[number]["arrival_skew_us"] = statistics.median(waited_us)
 
@@ -950,7 +961,7 @@ def _cases_by_number(run: records.Run) -> dict[int, Case]:
 OPTIONS = {
     "peers": "peers", "sizes": "sizes", "ranks": "ranks", "dtypes": "dtypes", "protocols": "protocols", "modes": "modes", "calls": "calls",
     "budget": "budget_s", "seed": "seed", "collective": "collectives", "launch": "launches", "inputs": "inputs",
-    "shapes": "shapes", "share": "share",
+    "shapes": "shapes", "share": "share", "delays": "delays_us", "late_rank": "late_rank",
 }  # fmt: skip
 """Options that describe a run, with the field of its request that each one sets."""
 
@@ -958,7 +969,7 @@ OPTIONS = {
 def _resumed(world: MPI.Intracomm, args: argparse.Namespace) -> Request:
     given = [name for name in (*OPTIONS, "out", "into") if getattr(args, name) is not None]
     if given:
-        raise ArgumentError(f"--resume continues a run as it was asked for: leave out --{given[0]}")
+        raise ArgumentError(f"--resume continues a run as it was asked for: leave out --{given[0].replace('_', '-')}")
     return _kept_request(world, args.resume, args)
 
 
@@ -969,7 +980,7 @@ def _repeated(world: MPI.Intracomm, args: argparse.Namespace) -> Request:
     for name, of_it in given.items():
         if getattr(now, of_it) != getattr(kept, of_it):
             raise ArgumentError(
-                f"{args.into} was asked for with another --{name}: leave it out to measure that run again, or name a new folder"
+                f"{args.into} was asked for with another --{name.replace('_', '-')}: leave it out to measure that run again, or name a new folder"
             )
     return replace(kept, budget_s=now.budget_s)
 

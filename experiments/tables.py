@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fcomm import measure
 from fcomm.errors import ArgumentError
-from fcomm.measure import FLOOR, STAGING
+from fcomm.measure import FLOOR, SKEW, STAGING, mode_label
 from fcomm.protocols import protocols
 from fcomm.sizes import format_size
 
@@ -20,12 +20,14 @@ if TYPE_CHECKING:
 L2_SHARE = 0.15
 """Of a latency: where all ranks' bytes take longer than this to pass the L2, the figure is about the L2."""
 
-_HEADER = (
-    "#  ranks         size        count        type  protocol                    mode       launch  input        shape       time"
-    "     algbw     busbw    wrong   x floor\n"
-    "#                 (B)   (elements)                                                                                       (us)"
-    "    (GB/s)    (GB/s)                   "
-)
+
+def _header(mode_width: int) -> str:
+    head = (
+        f"#  ranks         size        count        type  protocol                    {'mode':<{mode_width}s}  launch  input        "
+        "shape       time     algbw     busbw    wrong   x floor"
+    )
+    units = f"#                 (B)   (elements){'':{head.index('time') - 34}s}(us)    (GB/s)    (GB/s)"
+    return f"{head}\n{units:<{len(head)}s}"
 
 
 def nccl_table(run: Run) -> str:
@@ -33,15 +35,15 @@ def nccl_table(run: Run) -> str:
 
     shape : blocks x threads that were launched; with a star where they are not the default ones.
     """
-    lines = [_HEADER]
     measured = {row["case"]: row for row in rows(run.latency)}
     ordered = run.cases[run.cases["protocol"] != FLOOR]
-    ordered = ordered.sort_values(["collective", "mode", "dtype", "ranks", "nbytes", "case"], kind="stable")
-    for case in rows(ordered):
-        head = (
-            "{ranks:8d} {nbytes:12d} {count:12d} {dtype:>11s}  {protocol:<26s}  {mode:<9s}  {dependent_launch:<6s}  {input:<7s}"
-        ).format_map(case)
-        head += f" {_shape(case):>10s}"
+    ordered = ordered.sort_values(["collective", "mode", "dtype", "ranks", "nbytes", "delay_us", "case"], kind="stable")
+    labels = [mode_label(case["mode"], case["delay_us"]) for case in rows(ordered)]
+    width = max([9, *map(len, labels)])
+    lines = [_header(width)]
+    for case, label in zip(rows(ordered), labels, strict=True):
+        head = "{ranks:8d} {nbytes:12d} {count:12d} {dtype:>11s}  {protocol:<26s}".format_map(case)
+        head += f"  {label:<{width}s}  {case['dependent_launch']:<6s}  {case['input']:<7s} {_shape(case):>10s}"
         if case["case"] in measured:
             row = measured[case["case"]]
             us = "{latency_us:9.1f}" if row["emulated"] or row["latency_us"] >= 1000 else "{latency_us:9.2f}"
@@ -119,6 +121,8 @@ def select(run: Run, collective: str, launch: str, mode: str | None = None, dtyp
     """Rows of the run's latency of one kind; `ArgumentError` where there are none. mode, dtype : the run's first by default."""
     frame = run.for_figures()
     frame = frame[(frame["collective"] == collective) & (frame["dependent_launch"] == launch)]
+    if mode != SKEW:  # a table has no column for delays
+        frame = frame[frame["mode"] != SKEW]
     for column, wanted in (("mode", mode), ("dtype", dtype)):
         if len(frame):
             frame = frame[frame[column] == (frame[column].iloc[0] if wanted is None else wanted)]

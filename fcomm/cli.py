@@ -86,6 +86,15 @@ def launcher_rank() -> int:
     return 0
 
 
+def launcher_size() -> int:
+    """Number of processes that a launcher started together with this one, as its environment says; 1 without one."""
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_NTASKS"):
+        value = os.environ.get(name, "")
+        if value.isdigit():
+            return int(value)
+    return 1
+
+
 def reader_is_gone() -> None:
     """After a `BrokenPipeError` (``python -m ... | head``): nothing more is written, not even when the process ends."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

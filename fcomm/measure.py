@@ -46,6 +46,12 @@ DATASETS = 4
 
 ARRAY, STAGING = "array", "staging"
 
+GRAPH, SANDWICH, SANDWICH_DEPENDENT, SKEW = "graph", "sandwich", "sandwich_dependent", "skew"
+"""Modes that others ask about by name."""
+SANDWICHES = (SANDWICH, SANDWICH_DEPENDENT)
+IN_GRAPHS = (GRAPH, *SANDWICHES)
+"""Modes whose calls are captured, each with an input of its own."""
+
 
 # ---- cases and modes -------------------------------------------------------------------------------------------------
 
@@ -65,6 +71,20 @@ class Case:
     dependent_launch: str = "none"
     input: str = ARRAY
     """Where the input lies: an array of the caller's, or the staging buffer, where peers pull it from as it is."""
+    delay_us: float | None = None
+    """Mode skew: time by which one rank is held up before each call."""
+    late_rank: int | None = None
+    """Mode skew: the rank that is held up; None: each in turn."""
+
+    @property
+    def job(self) -> tuple[object, ...]:
+        """What candidates for the same job have in common: they may be compared, and one of them is the fastest."""
+        return self.point, self.mode, self.dependent_launch, self.delay_us, self.late_rank
+
+    @property
+    def mode_label(self) -> str:
+        """The mode for readers, with the delay where it has one."""
+        return mode_label(self.mode, self.delay_us)
 
     @property
     def point(self) -> tuple[str, str, int, int]:
@@ -100,6 +120,8 @@ class Case:
 
     def refusal(self, capabilities: frozenset[str], gpu: GpuShare | None = None) -> str | None:
         """Why it cannot be measured at all, in one clause; None if it can."""
+        if self.mode in SANDWICHES and not REDUCIBLE[self.dtype].is_float:
+            return f"the kernel behind the collective normalises floating-point numbers, not {self.dtype}"
         if self.collective == "reduce_scatter" and self.count % self.ranks:
             return f"{self.count} elements are no equal parts for {self.ranks} ranks"
         form = self.form(gpu)
@@ -119,6 +141,8 @@ class Case:
             "dependent_launch": self.dependent_launch,
             "input": self.input,
             "shape": "" if self.shape is None else f"{self.shape[0]}x{self.shape[1]}",
+            "delay_us": self.delay_us,
+            "late_rank": self.late_rank,
             "ranks": self.ranks,
             "dtype": self.dtype,
             "count": self.count,
@@ -131,6 +155,7 @@ class Case:
     def from_columns(cls, row: Mapping[str, Any]) -> Case:
         """The case that has these columns."""
         blocks, _, threads = row["shape"].partition("x")
+        delay_us, late_rank = (None if v is None or v != v else v for v in (row["delay_us"], row["late_rank"]))
         return cls(
             row["collective"],
             row["protocol"],
@@ -141,7 +166,14 @@ class Case:
             (int(blocks), int(threads)) if blocks else None,
             row["dependent_launch"],
             row["input"],
+            None if delay_us is None else float(delay_us),
+            None if late_rank is None else int(late_rank),
         )
+
+
+def mode_label(mode: str, delay_us: float | None) -> str:
+    """A mode for readers, with the delay where it has one."""
+    return mode if delay_us is None or math.isnan(delay_us) else f"{mode} {delay_us:g}us"
 
 
 def arrays(comm: Communicator, case: Case) -> tuple[Any, Any]:
@@ -185,7 +217,12 @@ def _bind_prepared(comm: Communicator, case: Case, x: Any, out: Any) -> Launch:
     return comm.prepare(case.collective, x, out, protocol=case.registered_name, shape=case.shape)
 
 
-def _sample_host(comm: Communicator, launch: Launch, iterations: int) -> NDArray[np.int64]:
+SKEW_MEANING = "what a prepared call adds to a known delay of one rank"
+
+
+def _sample_host(
+    comm: Communicator, launch: Launch, iterations: int, hold_up: Callable[[int], None] | None = None
+) -> NDArray[np.int64]:
     nanoseconds = np.empty(iterations, np.int64)
     synchronize, meet, clock = comm.backend.synchronize, comm.mpi.Barrier, time.perf_counter_ns
     error: Exception | None = None
@@ -195,6 +232,8 @@ def _sample_host(comm: Communicator, launch: Launch, iterations: int) -> NDArray
             continue
         try:
             start = clock()
+            if hold_up is not None:
+                hold_up(k)
             launch()
             synchronize()
             nanoseconds[k] = clock() - start
@@ -209,12 +248,61 @@ def _sample_host(comm: Communicator, launch: Launch, iterations: int) -> NDArray
     return together(comm.mpi, done)
 
 
+class Delays:
+    """By how much this rank is held up before each call of a case of mode skew: one rank before a call, each in turn."""
+
+    def __init__(self, case: Case, rank: int) -> None:
+        self.whole_ns = round(1e3 * (case.delay_us or 0.0))
+        self._late, self._rank, self._ranks, self._calls = case.late_rank, rank, case.ranks, 0
+
+    def visit(self, iterations: int) -> list[int]:
+        """Nanoseconds before each of the next calls; the turns go on where the last visit's ended."""
+        first, self._calls = self._calls, self._calls + iterations
+        late = [k % self._ranks if self._late is None else self._late for k in range(first, self._calls)]
+        return [self.whole_ns if rank == self._rank else 0 for rank in late]
+
+
+@dataclass(frozen=True)
+class Skewed:
+    """A prepared call before which one rank is held up."""
+
+    call: Launch
+    delays: Delays
+
+    def __call__(self) -> Any:
+        return self.call()
+
+
+def _bind_skewed(comm: Communicator, case: Case, x: Any, out: Any) -> Skewed:
+    return Skewed(_bind_prepared(comm, case, x, out), Delays(case, comm.rank))
+
+
+def _sample_skewed(comm: Communicator, launch: Any, iterations: int) -> NDArray[np.int64]:
+    """From a barrier to the call's end on this rank, less the delay of the rank that is late."""
+    clock, before_ns = time.perf_counter_ns, launch.delays.visit(iterations)
+
+    def hold_up(k: int) -> None:
+        end = clock() + before_ns[k]
+        while (
+            clock() < end
+        ):  # a sleep would overshoot; without yielding, a shared core is taken away afterwards for as long
+            os.sched_yield()
+
+    return added_ns(_sample_host(comm, launch, iterations, hold_up), launch.delays)
+
+
+def added_ns(nanoseconds: NDArray[np.int64], delays: Delays) -> NDArray[np.int64]:
+    """What calls add to the delay. At least 1: a rank that met the others late may be through before the time is up."""
+    return np.maximum(nanoseconds - delays.whole_ns, 1)
+
+
 MODES: Mapping[str, Mode] = MappingProxyType(
     {
         m.name: m
         for m in (
             Mode("host", "one eager call as the caller experiences it", _bind_eager, _sample_host),
             Mode("prepared", "one prepared call as the caller experiences it", _bind_prepared, _sample_host),
+            Mode(SKEW, SKEW_MEANING, _bind_skewed, _sample_skewed),
         )
     }
 )
@@ -512,8 +600,8 @@ SURE = 0.01
 def in_doubt(times_us: Mapping[Case, NDArray[np.float64]]) -> list[Case]:
     """Cases that more calls would say something about, those first about which they would say most.
 
-    times_us : the slowest rank's time of each call so far. Candidates for the same job (one point, mode and launch feature)
-    are a group. Where the interval of its fastest one is reached by those of others, the choice is not certain: these come
+    times_us : the slowest rank's time of each call so far. Candidates for the same job (one point, mode, launch feature and
+    delay) are a group. Where the interval of its fastest one is reached by those of others, the choice is not certain: these come
     first; then all others; both by the width of their interval relative to the median, widest first. Cases with an interval
     narrower than `SURE` are left out.
     """
@@ -521,7 +609,7 @@ def in_doubt(times_us: Mapping[Case, NDArray[np.float64]]) -> list[Case]:
     groups: dict[Hashable, list[Case]] = {}
     for case in summary:
         if case.protocol != FLOOR:
-            groups.setdefault((case.point, case.mode, case.dependent_launch), []).append(case)
+            groups.setdefault(case.job, []).append(case)
     rivals: set[Case] = set()
     for group in groups.values():
         best = min(group, key=lambda c: summary[c][0])

@@ -22,14 +22,29 @@ from fcomm.backends.base import LaunchShape
 from fcomm.dtypes import REDUCIBLE
 from fcomm.errors import ArgumentError, FcommError
 from fcomm.layout import params_dtype
-from fcomm.measure import FLOOR, STAGING, Case, Mode, WrongElementsError, together
+from fcomm.measure import (
+    FLOOR,
+    GRAPH,
+    SANDWICH,
+    SANDWICH_DEPENDENT,
+    SKEW,
+    SKEW_MEANING,
+    STAGING,
+    WARMUP,
+    Case,
+    Delays,
+    Mode,
+    WrongElementsError,
+    added_ns,
+    together,
+)
 from fcomm.protocols import ALGORITHMS, Protocol
 from fcomm.sizes import round_up
 from fcomm.source import LAUNCHES, MAX_THREADS, flatten
 
 if TYPE_CHECKING:
     from fcomm import Communicator
-    from fcomm.backends.cuda import CudaBackend
+    from fcomm.backends.cuda import CudaBackend, CudaKernel
 
 CALLS = 50
 """Calls in the longer graph; the shorter one has a fifth. The slope between them is the time of one call."""
@@ -41,6 +56,11 @@ MEET_TIMEOUT_S = 20.0
 L2_BYTES = 16 << 20
 """What all ranks together copy within the L2 when its rate is measured: sources and targets, well below its size."""
 L2_COPIES = 20
+NORM_ROW_BYTES = 8192
+"""A row of the norm behind a sandwiched collective: a hidden size of 4096 in 16 bits."""
+NEIGHBOUR_THREADS = 256
+EARLY_NS, LATE_NS = 0, 2000
+"""How much shorter and longer a delay may be than it was asked for: the GPU's clock moves in steps."""
 
 
 def _backend(comm: Communicator) -> CudaBackend:
@@ -74,6 +94,19 @@ def floor_text(world_size: int, aligned: bool, threads: int, launch: str = "none
     return _text("measure/floor.cuh", "fc::floor_copy<fc::Bytes>", world_size, aligned, most, launch)
 
 
+def filler_text(world_size: int, aligned: bool, aware: bool) -> str:
+    """Source of the kernel before a sandwiched collective. aware : it knows dependent launch."""
+    return _text(
+        "measure/neighbours.cuh", "fc::filler", world_size, aligned, NEIGHBOUR_THREADS, "early" if aware else "none"
+    )
+
+
+def norm_text(world_size: int, aligned: bool, aware: bool, dtype: str) -> str:
+    """Source of the kernel behind a sandwiched collective, for results of that element type."""
+    call = f"fc::rms_norm<fc::{REDUCIBLE[dtype].kernel_type}>"
+    return _text("measure/neighbours.cuh", call, world_size, aligned, NEIGHBOUR_THREADS, "early" if aware else "none")
+
+
 class Meeting:
     """The kernel in which the ranks meet, with the memory that it needs. Collective to make and to close."""
 
@@ -88,7 +121,7 @@ class Meeting:
         self._pinned = np.frombuffer(PinnedMemoryPointer(PinnedMemory(256, 0), 0), np.uint8)
         self._pinned[:] = 0
         self._go = self._pinned[:4].view(np.uint32)
-        self._told = self._pinned[128:152].view(np.uint64)
+        self._told = self._pinned[128:160].view(np.uint64)
         self._kernel = self._backend.compile("meet", meet_text(n))
         self._shape = LaunchShape(1, -(-n // 32) * 32)
         self._params = np.zeros(1, params_dtype(n))
@@ -98,11 +131,14 @@ class Meeting:
         self._ticket = 0
         comm.mpi.Barrier()  # nobody writes a flag before all memory is cleared
 
-    def queue(self, stream: Any) -> None:
-        """Queues the meeting; what is queued behind it starts on all ranks together, after `open`."""
+    def queue(self, stream: Any, delay_ns: int = 0) -> None:
+        """Queues the meeting; what is queued behind it starts on all ranks together, after `open`.
+
+        delay_ns : by which this rank is held up when it has met the others.
+        """
         self._ticket += 1
         self._told[2] = 0
-        self._params["nbytes"] = self._ticket
+        self._params["nbytes"], self._params["part"] = self._ticket, delay_ns
         self._backend.launch_once(self._kernel, self._shape, self._params, stream.ptr)
 
     def open(self) -> None:
@@ -114,6 +150,10 @@ class Meeting:
         if self._told[2]:
             raise FcommError(f"the ranks did not meet within {MEET_TIMEOUT_S:.0f} s: one of them failed or was held up")
         return int(self._told[1] - self._told[0])
+
+    def held_ns(self) -> int:
+        """For how long this rank was held up, by the GPU's clock; after a synchronization."""
+        return int(self._told[3])
 
     def align(self, comm: Communicator) -> None:
         """Collective: after an error that kept some ranks from some meetings, all go on from one number."""
@@ -161,6 +201,13 @@ def close(comm: Communicator) -> None:
         meeting.close()
 
 
+def _fill(words: Any) -> None:
+    """Fills an array with what no call writes."""
+    from cupy.cuda import runtime
+
+    runtime.memset(words.data.ptr, 0xA5, words.nbytes)
+
+
 class Ring:
     """An input, an output and the exact result for each call of a graph; all candidates of a point use the same.
 
@@ -183,6 +230,8 @@ class Ring:
         comm.mpi.Allgather(own.view(np.uint8), every)
         self._rows = [row.view(own.dtype) for row in every]
         self._wants: dict[str, Any] = {}
+        self._wanted_norms: dict[str, Any] = {}
+        self.made: list[Any] = []
         together(comm.mpi, lambda: self._allocate(comm, own))
 
     def _allocate(self, comm: Communicator, own: NDArray[Any]) -> None:
@@ -224,8 +273,13 @@ class Ring:
             return lambda k: total[self._shard(k)]
         return lambda k: total[self._part(k)]
 
+    @staticmethod
+    def _rule(form: Protocol | None) -> str:
+        """Forms of one rule have the same exact results."""
+        return FLOOR if form is None else form.name if form.name in checks.ZERO_NOT_SENT else ""
+
     def _want(self, comm: Communicator, form: Protocol | None) -> Any:
-        key = FLOOR if form is None else form.name if form.name in checks.ZERO_NOT_SENT else ""
+        key = self._rule(form)
         if key not in self._wants:
             exact = self._exact(form)
             host = np.full((self.calls, self._stride), 0xA5, np.uint8)
@@ -234,11 +288,58 @@ class Ring:
             self._wants[key] = comm.from_host(host.reshape(-1).view(f"u{self._element.itemsize}"))
         return self._wants[key]
 
+    @property
+    def out_bytes(self) -> int:
+        """Bytes of one output."""
+        return self._out_elements * self._element.itemsize
+
+    def make_room_for_neighbours(self) -> None:
+        """Allocates what the kernels around sandwiched collectives write, once for all candidates: `made`, their inputs, and
+        norms of their results, which lie as the outputs do.
+        """
+        import cupy
+
+        if not self.made:
+            size = round_up(max(1, self.count * self._element.itemsize), 256) // self._element.itemsize
+            self._made_words = cupy.empty(self.calls * size, self._element.numpy)
+            self._norm_words = cupy.empty_like(self._words)
+            self.made = [self._made_words[k * size : k * size + self.count] for k in range(self.calls)]
+
+    def norm_address(self, k: int) -> int:
+        """Where the norm of output k is put."""
+        return int(self._norm_words.data.ptr) + k * self._stride
+
+    def norms(self, comm: Communicator, form: Protocol | None, norm: Callable[[int, int], object]) -> Any:
+        """What the norms must hold: norm(source, target) of the exact results, made on the device, and gaps as poison leaves
+        them.
+        """
+        import cupy
+
+        key = self._rule(form)
+        if key not in self._wanted_norms:
+            exact, wanted = self._want(comm, form), cupy.empty_like(self._words)
+            _fill(wanted)
+            comm.backend.synchronize()
+            for k in range(self.calls):
+                norm(exact.data.ptr + k * self._stride, wanted.data.ptr + k * self._stride)
+            comm.backend.synchronize()
+            self._wanted_norms[key] = wanted
+        return self._wanted_norms[key]
+
+    def poison_neighbours(self, comm: Communicator) -> None:
+        """Fills what the kernels around the collectives write."""
+        _fill(self._made_words)
+        _fill(self._norm_words)
+        comm.backend.synchronize()
+
+    def wrong_norms(self, comm: Communicator, form: Protocol | None) -> int:
+        """Wrong elements of the norms of this rank's outputs, gaps included; `norms` was called before."""
+        comm.backend.synchronize()
+        return int((self._norm_words != self._wanted_norms[self._rule(form)]).sum())
+
     def poison(self, comm: Communicator) -> None:
         """Fills all outputs, and what is between them, with what no call writes."""
-        from cupy.cuda import runtime
-
-        runtime.memset(self._words.data.ptr, 0xA5, self._words.nbytes)
+        _fill(self._words)
         comm.backend.synchronize()
 
     def wrong(self, comm: Communicator, form: Protocol | None) -> int:
@@ -259,6 +360,13 @@ def ring_of(comm: Communicator, case: Case) -> Ring:
 Queue = Callable[[], object]
 
 
+def _slowest_us(comm: Communicator, nanoseconds: NDArray[np.int64]) -> list[float]:
+    """The slowest rank's time of each call of a visit in microseconds, without the warm-up. Collective."""
+    every = np.empty((comm.world_size, len(nanoseconds)), np.int64)
+    comm.mpi.Allgather(nanoseconds, every)
+    return (every.max(axis=0)[WARMUP:] / 1e3).tolist()
+
+
 def _capture(stream: Any, calls: list[Queue]) -> Any:
     with stream:
         stream.begin_capture()
@@ -271,13 +379,16 @@ def _capture(stream: Any, calls: list[Queue]) -> Any:
     return graph
 
 
-def _timed(comm: Communicator, meeting: Meeting, queue: Queue) -> tuple[float, int]:
-    """Nanoseconds from the ranks' meeting to the end of what `queue` queues, and this rank's wait in the meeting."""
+def _timed(comm: Communicator, meeting: Meeting, queue: Queue, delay_ns: int = 0) -> tuple[float, int]:
+    """Nanoseconds from the ranks' meeting to the end of what `queue` queues, and this rank's wait in the meeting.
+
+    delay_ns : by which this rank is held up behind the meeting; not in the time.
+    """
     from cupy.cuda import Event, get_elapsed_time
 
     stream = _stream(comm)
     start, end = Event(), Event()
-    meeting.queue(stream)
+    meeting.queue(stream, delay_ns)
     start.record(stream)
     try:
         queue()
@@ -340,27 +451,42 @@ class GraphCalls(_Bound):
         self.verify()
 
     def _make(self) -> None:
-        ring = self.ring
-        calls = self._calls()
-        calls[0]()  # loads what is loaded at a first launch
-        self.stream.synchronize()
-        self.short_calls = max(1, ring.calls // 5)
-        self.long, self.short = _capture(self.stream, calls), _capture(self.stream, calls[: self.short_calls])
+        self.long, self.short = self._two_graphs(self._calls())
         self.checked = _capture(self.stream, self._checked_calls()) if self.case.input == STAGING else self.long
-        edges = getattr(self.comm.backend, "graph_edges", None)
+        edges = _backend(self.comm).dependent_edges(self.long)
         if edges is not None:
-            self.facts["dependent_edges"] = int(edges(self.long))
+            self.facts["dependent_edges"] = edges
         self.comm.check()
+
+    def _two_graphs(self, queued: list[Queue]) -> tuple[Any, Any]:
+        """A graph of everything, which comes in as many equal parts as the ring has calls, and one of the first few parts."""
+        parts = self.ring.calls
+        self.short_calls = max(1, parts // 5)
+        few = queued[: len(queued) // parts * self.short_calls]
+        for queue in queued[: len(queued) // parts]:
+            queue()  # loads what is loaded at a first launch
+        self.stream.synchronize()
+        return _capture(self.stream, queued), _capture(self.stream, few)
+
+    def _slope_ns(self, long: Any, short: Any) -> tuple[float, int]:
+        """Nanoseconds of one part of two graphs, and this rank's wait in the meeting before the longer one."""
+        long_ns, waited = _timed(self.comm, self.meeting, lambda: long.launch(self.stream))
+        short_ns, _ = _timed(self.comm, self.meeting, lambda: short.launch(self.stream))
+        return (long_ns - short_ns) / (self.ring.calls - self.short_calls), waited
+
+    def _inputs(self) -> list[Any]:
+        """Each call's input, where that is an array."""
+        return self.ring.inputs
 
     def _calls(self) -> list[Queue]:
         """What is timed: the calls of the longer graph."""
-        case, ring = self.case, self.ring
+        case, ring, inputs = self.case, self.ring, self._inputs()
         staging = self.comm.staging_view(case.count, case.dtype) if case.input == STAGING else None
         in_place = self.form is not None and self.form.algorithm.in_place_staging
         return [
             self.comm.prepare(
                 case.collective,
-                ring.inputs[k] if staging is None else staging,
+                inputs[k] if staging is None else staging,
                 staging if staging is not None and in_place else ring.outputs[k],
                 protocol=case.registered_name, shape=case.shape, stream=self.stream,
             )
@@ -406,11 +532,115 @@ class GraphCalls(_Bound):
 
     def _sample(self, iterations: int) -> tuple[NDArray[np.int64], list[int]]:
         nanoseconds, waits = np.empty(iterations, np.int64), []
-        more = self.ring.calls - self.short_calls
         for k in range(iterations):
-            long_ns, waited = _timed(self.comm, self.meeting, lambda: self.long.launch(self.stream))
-            short_ns, _ = _timed(self.comm, self.meeting, lambda: self.short.launch(self.stream))
-            nanoseconds[k] = max(1, round((long_ns - short_ns) / more))
+            call_ns, waited = self._slope_ns(self.long, self.short)
+            nanoseconds[k] = max(1, round(call_ns))
+            waits.append(waited)
+        self.comm.check()
+        return nanoseconds, waits
+
+
+class SandwichCalls(GraphCalls):
+    """What a collective adds to the kernels around it, all in one graph: a filler that makes its input, the collective, a norm
+    of its result; less the same graph without the collective.
+
+    aware : filler and norm know dependent launch. Results of the collectives and of the norms are verified, from inputs that
+    only the fillers of that replay can have written.
+    """
+
+    def __init__(self, comm: Communicator, case: Case, x: Any, out: Any, aware: bool) -> None:
+        if aware and comm.dependent_launch == "none":
+            raise ArgumentError(f"neighbours with dependent launch need it themselves: {comm.no_dependent_launch}")
+        self._aware = aware
+        self._neighbours_us: list[float] = []
+        super().__init__(comm, case, x, out)
+
+    def _make(self) -> None:
+        ring, backend = self.ring, _backend(self.comm)
+        ring.make_room_for_neighbours()
+        n, dtype = self.comm.world_size, self.case.dtype
+        whole = ring.out_bytes % 16 == 0
+        self._filler = backend.compile("filler", filler_text(n, self.case.nbytes % 16 == 0, self._aware))
+        self._norm = backend.compile("norm", norm_text(n, whole, self._aware, dtype))
+        plain = backend.compile("norm", norm_text(n, whole, False, dtype))
+        ring.norms(self.comm, self.form, lambda source, target: self._queue_norm(plain, source, target, False)())
+        self._bare = self._two_graphs([queue for layer in self._layers(False) for queue in layer])
+        super()._make()
+
+    def _inputs(self) -> list[Any]:
+        return self.ring.made
+
+    def _calls(self) -> list[Queue]:
+        return [queue for layer in self._layers(True) for queue in layer]
+
+    def _checked_calls(self) -> list[Queue]:
+        """The timed layers; where the collective works in place, with a copy of its result behind it."""
+        layers = self._layers(True)
+        if self._in_place:
+            backend, at = self.comm.backend, self.stream.ptr
+            result = backend.view(self.comm.staging_view(self.case.count, self.case.dtype))
+            for k, layer in enumerate(layers):
+                layer.insert(2, partial(backend.copy, result, backend.view(self.ring.outputs[k]), at))
+        return [queue for layer in layers for queue in layer]
+
+    @property
+    def _in_place(self) -> bool:
+        return self.case.input == STAGING and self.form is not None and self.form.algorithm.in_place_staging
+
+    def _layers(self, whole: bool) -> list[list[Queue]]:
+        """For each call: the filler, the collective if the layer is whole, the norm."""
+        ring, staged = self.ring, self.case.input == STAGING
+        staging = self.comm.staging_view(self.case.count, self.case.dtype).data.ptr if staged else 0
+        filler_blocks = -(-self.case.nbytes // (16 * NEIGHBOUR_THREADS))
+        calls = super()._calls() if whole else []
+        layers: list[list[Queue]] = []
+        for k in range(ring.calls):
+            source, target = ring.inputs[k].data.ptr, staging or ring.made[k].data.ptr
+            result = staging if self._in_place else ring.outputs[k].data.ptr
+            made = self._queue(self._filler, filler_blocks, source, target, self.case.nbytes, self._aware)
+            norm = self._queue_norm(self._norm, result, ring.norm_address(k), self._aware)
+            layers.append([made, *calls[k : k + 1], norm])
+        return layers
+
+    def _queue_norm(self, kernel: CudaKernel, source: int, target: int, dependent: bool) -> Queue:
+        nbytes = self.ring.out_bytes
+        return self._queue(kernel, -(-nbytes // NORM_ROW_BYTES), source, target, nbytes, dependent)
+
+    def _queue(self, kernel: CudaKernel, blocks: int, source: int, target: int, nbytes: int, dependent: bool) -> Queue:
+        # Behind a collective's trigger the norm is let in while some threads still wait for peers. The room that it may take is
+        # half of this rank's own, as the collective's is: it never takes what a peer's grid needs.
+        blocks = max(1, min(blocks, kernel.max_blocks(NEIGHBOUR_THREADS) // 2))
+        params = np.zeros(1, params_dtype(self.comm.world_size))
+        params["in"], params["out"], params["nbytes"], params["part"] = source, target, nbytes, NORM_ROW_BYTES
+        return partial(
+            _backend(self.comm).launch_once,
+            kernel,
+            LaunchShape(blocks, NEIGHBOUR_THREADS),
+            params,
+            self.stream.ptr,
+            dependent,
+        )
+
+    def _wrong(self, replay: bool) -> int:
+        if replay:
+            self.ring.poison_neighbours(self.comm)
+        return super()._wrong(replay) + self.ring.wrong_norms(self.comm, self.form)
+
+    def sample(self, iterations: int) -> NDArray[np.int64]:
+        """Nanoseconds that the collective adds, for each replay. Collective."""
+        nanoseconds = super().sample(iterations)
+        self._neighbours_us += _slowest_us(self.comm, self._bare_ns)
+        if self._neighbours_us:
+            self.facts["neighbours_us"] = float(np.median(self._neighbours_us))
+        return nanoseconds
+
+    def _sample(self, iterations: int) -> tuple[NDArray[np.int64], list[int]]:
+        nanoseconds, waits = np.empty(iterations, np.int64), []
+        self._bare_ns = np.empty(iterations, np.int64)
+        for k in range(iterations):
+            bare_ns, _ = self._slope_ns(*self._bare)
+            layer_ns, waited = self._slope_ns(self.long, self.short)
+            nanoseconds[k], self._bare_ns[k] = max(1, round(layer_ns - bare_ns)), round(bare_ns)
             waits.append(waited)
         self.comm.check()
         return nanoseconds, waits
@@ -472,44 +702,75 @@ class IsolatedCall(_Bound):
         return nanoseconds, waits
 
 
+class SkewedCall(IsolatedCall):
+    """The same, and one rank is held up on the device when all have met: from the end of the delay to the call's end."""
+
+    def __init__(self, comm: Communicator, case: Case, x: Any, out: Any) -> None:
+        self._delays = Delays(case, comm.rank)
+        super().__init__(comm, case, x, out)
+
+    def _sample(self, iterations: int) -> tuple[NDArray[np.int64], list[int]]:
+        nanoseconds, waits = np.empty(iterations, np.int64), []
+        delays, held = self._delays, []
+        for k, delay_ns in enumerate(delays.visit(iterations)):
+            elapsed, waited = _timed(self.comm, self.meeting, self._eager, delay_ns)
+            # A rank's time begins when it is let go: of the one that was late, behind the delay.
+            nanoseconds[k] = round(elapsed) + delay_ns
+            waits.append(waited)
+            if delay_ns:
+                held.append(self.meeting.held_ns())
+        self.comm.check()
+        if held and not EARLY_NS <= float(np.median(held)) - delays.whole_ns <= LATE_NS:
+            raise FcommError(
+                f"this GPU's clock is too coarse for a delay of {delays.whole_ns / 1e3:g} us: it took {np.median(held) / 1e3:g} us"
+            )
+        return added_ns(nanoseconds, delays), waits
+
+
 class HostCall(_Bound):
-    """One call as the caller experiences it: to its result; `return_ns` holds the times to its return."""
+    """One call as the caller experiences it: to its result; the fact `return_us` has the time to its return.
+
+    prepared : a prepared call with a result array of the caller's; otherwise an eager one on the current stream, which makes
+    its result (but for pull protocols that work in place).
+    """
 
     def __init__(self, comm: Communicator, case: Case, x: Any, out: Any, prepared: bool) -> None:
         super().__init__(comm, case, x, out)
-        name, shape, stream = case.registered_name, case.shape, self.stream
-        collective = getattr(comm, case.collective)
-        self._call: Queue = (
-            self._eager if prepared else lambda: collective(x, out, protocol=name, shape=shape, stream=stream)
-        )
-        self.return_ns = np.zeros(0, np.int64)
+        name, shape, collective = case.registered_name, case.shape, getattr(comm, case.collective)
+        result = x if out is x else None
+        self._call: Queue = self._eager if prepared else lambda: collective(x, result, protocol=name, shape=shape)
+        self._return_us: list[float] = []
 
     def sample(self, iterations: int) -> NDArray[np.int64]:
         """Nanoseconds from the call to its result on this rank. Collective."""
         total, returned = np.empty(iterations, np.int64), np.empty(iterations, np.int64)
         clock, meet, wait = time.perf_counter_ns, self.comm.mpi.Barrier, self.stream.synchronize
         error: FcommError | None = None
-        for k in range(iterations):
-            meet()  # by all ranks, as often as planned, also after an error
-            if error is not None:
-                continue
-            try:
-                start = clock()
-                self._call()
-                back = clock()
-                wait()
-                total[k], returned[k] = clock() - start, back - start
-                self.comm.check()
-            except FcommError as caught:
-                error = caught
-        self.return_ns = returned
+        with self.stream:
+            for k in range(iterations):
+                meet()  # by all ranks, as often as planned, also after an error
+                if error is not None:
+                    continue
+                try:
+                    start = clock()
+                    self._call()
+                    back = clock()
+                    wait()
+                    total[k], returned[k] = clock() - start, back - start
+                    self.comm.check()
+                except FcommError as caught:
+                    error = caught
 
         def done() -> NDArray[np.int64]:
             if error is not None:
                 raise error
             return np.maximum(total, 1)
 
-        return together(self.comm.mpi, done)
+        total = together(self.comm.mpi, done)
+        self._return_us += _slowest_us(self.comm, returned)
+        if self._return_us:
+            self.facts["return_us"] = float(np.median(self._return_us))
+        return total
 
 
 def l2_gbps(comm: Communicator) -> float | None:
@@ -551,6 +812,10 @@ def _graph(comm: Communicator, case: Case, x: Any, out: Any) -> GraphCalls:
     return (FloorCalls if case.protocol == FLOOR else GraphCalls)(comm, case, x, out)
 
 
+def _sandwich(comm: Communicator, case: Case, x: Any, out: Any) -> SandwichCalls:
+    return SandwichCalls(comm, case, x, out, aware=case.mode == SANDWICH_DEPENDENT)
+
+
 def _host(comm: Communicator, case: Case, x: Any, out: Any) -> HostCall:
     return HostCall(comm, case, x, out, prepared=False)
 
@@ -563,7 +828,24 @@ MODES: Mapping[str, Mode] = MappingProxyType(
     {
         m.name: m
         for m in (
-            Mode("graph", "one of many calls in a replayed CUDA graph", _graph, _sample, CALLS * 6 // 5, 6e-4),
+            Mode(GRAPH, "one of many calls in a replayed CUDA graph", _graph, _sample, CALLS * 6 // 5, 6e-4),
+            Mode(
+                SANDWICH,
+                "what a call adds to a graph of the kernels before and behind it",
+                _sandwich,
+                _sample,
+                4 * CALLS * 6 // 5,
+                2e-3,
+            ),
+            Mode(
+                SANDWICH_DEPENDENT,
+                "the same with neighbours that use dependent launch",
+                _sandwich,
+                _sample,
+                4 * CALLS * 6 // 5,
+                2e-3,
+            ),
+            Mode(SKEW, SKEW_MEANING, SkewedCall, _sample, 1, 2e-4),
             Mode("isolated", "one prepared call after the ranks met on the device", IsolatedCall, _sample, 1, 2e-4),
             Mode("host", "one eager call as the caller experiences it", _host, _sample, 1, 5e-5),
             Mode("prepared", "one prepared call as the caller experiences it", _prepared, _sample, 1, 5e-5),

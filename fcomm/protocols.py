@@ -412,6 +412,9 @@ and world size, so only such pairs are here that no single encoding dominates: c
 of a dense line, or 16-byte payloads for the sums in front of exact ones."""
 
 
+COLLECTIVES = tuple(sorted({a.collective for a in ALGORITHMS.values()}))
+
+
 def _reason_against(a: Algorithm, encodings: tuple[Encoding, ...]) -> str | None:
     """Why a combination does not exist at all; None if it does."""
     if a.moves_bytes and not all(e.bit_exact for e in encodings):

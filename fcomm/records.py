@@ -76,7 +76,7 @@ CASES = (
     Column("algorithm", "string", "", "the protocol's algorithm"),
     Column("encoding", "string", "", "the encodings of its phases, joined by +; empty for baselines without one"),
     Column("baseline", "bool", "", "there to be compared with; never chosen by the selector"),
-    Column("mode", "string", "", "which latency was taken: graph, isolated, host, prepared"),
+    Column("mode", "string", "", "which latency was taken: graph, isolated, host, prepared, sandwich, skew, ..."),
     Column(
         "dependent_launch",
         "string",
@@ -87,6 +87,10 @@ CASES = (
         "input", "string", "", "where the input lay: array (the caller's own) or staging (pulled from there as it is)"
     ),
     Column("shape", "string", "", "launch shape that was asked for, blocks x threads; empty: the protocol's default"),
+    Column(
+        "delay_us", "float64", "µs", "mode skew: time by which one rank was held up before each call", optional=True
+    ),
+    Column("late_rank", "int16", "", "mode skew: the rank that was held up; empty: each in turn", optional=True),
     Column("ranks", "int16", "ranks", "world size of the communicator"),
     Column("dtype", "string", "", "element type"),
     Column("count", "int64", "elements", "elements of one rank's input"),
@@ -130,6 +134,20 @@ CASES = (
         "float64",
         "µs",
         "median wait of the first rank for the last one before a timed stretch",
+        optional=True,
+    ),
+    Column(
+        "neighbours_us",
+        "float64",
+        "µs",
+        "mode sandwich: median time of the kernels before and after the collective, in the same graph without it",
+        optional=True,
+    ),
+    Column(
+        "return_us",
+        "float64",
+        "µs",
+        "modes host and prepared on GPUs: median over calls of the slowest rank's time until the call returned",
         optional=True,
     ),
     Column(
@@ -195,6 +213,12 @@ def write_whole(path: Path, content: bytes) -> None:
             scratch.replace(path)
         finally:
             scratch.unlink(missing_ok=True)
+
+
+def make_folder(path: Path) -> None:
+    """Makes a folder for what is derived from records, if there is none; raises `RecordError`."""
+    with _writing(path):
+        path.mkdir(parents=True, exist_ok=True)
 
 
 def _json(value: Any) -> bytes:
@@ -803,6 +827,9 @@ def _read_parquet(path: Path, columns: Sequence[Column]) -> pd.DataFrame:
 
     try:
         table = pq.read_table(pa.BufferReader(path.read_bytes()))
+        for c in columns:  # a column that is newer than the file, and that may be empty
+            if c.optional and c.name not in table.column_names:
+                table = table.append_column(c.name, pa.nulls(len(table), _schema([c]).field(0).type))
         return table.select([c.name for c in columns]).cast(_schema(columns)).to_pandas()
     except OSError as error:
         raise RecordError(f"cannot read {path} ({error.strerror or 'it is damaged'})") from None

@@ -76,6 +76,7 @@ def make(
     l2_gbps: float | None = 1500.0,
     floors: bool = True,
     dtype: str = "bfloat16",
+    delays_us: Sequence[float | None] = (None,),
     **facts: Any,
 ) -> Path:
     """Writes a run; its folder. spread : relative, of the calls. facts : columns of all cases."""
@@ -84,10 +85,11 @@ def make(
     provenance = provenance or GPU
     emulated = provenance["backend"] == "cpu"
     cases = [
-        Case(collective, name, dtype, nbytes, n, mode, shape, feature, where)
+        Case(collective, name, dtype, nbytes, n, mode, shape, feature, where, delay_us)
         for n in ranks
         for nbytes in sizes
         for feature in features
+        for delay_us in delays_us
         for name, where, shape in [*kinds, *([("floor", "array", (2, 256))] if floors else [])]
         if name == "floor" or protocols()[name].refusal(dtype, n, protocols()[name].needs, nbytes) is None
     ]

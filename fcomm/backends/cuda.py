@@ -163,6 +163,49 @@ class _Packed:
         self.attribute = _LaunchAttribute(_PROGRAMMATIC_STREAM_SERIALIZATION, b"", 1, b"")
         self.config = _LaunchConfig(1, 1, 1, 1, 1, 1, 0, None, ctypes.pointer(self.attribute), 1)
         self.config_address = ctypes.addressof(self.config)
+        self._shape: LaunchShape | None = None
+        self._stream: int | None = None
+
+    def configured(self, shape: LaunchShape, stream: int) -> int:
+        """Address of the configuration for that grid and stream, which are mostly those of the last launch."""
+        if shape is not self._shape or stream != self._stream:
+            config = self.config
+            config.grid_x, config.block_x, config.stream = shape.blocks, shape.threads, stream
+            self._shape, self._stream = shape, stream
+        return self.config_address
+
+
+class _EdgeData(ctypes.Structure):
+    """``CUgraphEdgeData`` of the driver; 8 bytes, of which the type alone is looked at."""
+
+    _fields_ = (
+        ("from_port", ctypes.c_ubyte),
+        ("to_port", ctypes.c_ubyte),
+        ("type", ctypes.c_ubyte),
+        ("reserved", ctypes.c_ubyte * 5),
+    )
+
+
+_PROGRAMMATIC_EDGE = 1
+
+
+def _dependent_edges(edges_of: Any, graph: int) -> int:
+    """edges_of : the driver's ``cuGraphGetEdges_v2``. graph : a ``CUgraph``."""
+    edges_of.argtypes = (ctypes.c_void_p,) * 5
+    edges_of.restype = ctypes.c_int
+    count = ctypes.c_size_t(0)
+
+    def ask(*arrays: Any) -> None:
+        status = edges_of(graph, *arrays, ctypes.addressof(count))
+        if status:
+            raise translated(_DriverError(status))
+
+    ask(None, None, None)  # how many there are
+    if not count.value:
+        return 0
+    ends, data = (ctypes.c_void_p * count.value), (_EdgeData * count.value)()
+    ask(ends(), ends(), data)
+    return sum(edge.type == _PROGRAMMATIC_EDGE for edge in data)
 
 
 # Modules stay loaded until the process ends: a captured graph may outlive the communicator that it was captured with.
@@ -348,6 +391,7 @@ class CudaBackend:
         self._ahead: list[_Ahead | None] = []
         self._told_apart = False
         self._asked = 0
+        self._current: Stream | None = None  # CuPy's current stream as it was in the last call
 
     def _choose_device(self, wanted: int | None) -> int:
         """The device that was asked for; else the one made current, if it is not the first; else one for each rank in turn."""
@@ -615,10 +659,9 @@ class CudaBackend:
             self._independent(packed, kernel, shape, stream)
 
     def _dependent(self, packed: _Packed, kernel: CudaKernel, shape: LaunchShape, stream: int, overlap: bool) -> None:
-        config = packed.config
-        config.grid_x, config.block_x, config.stream = shape.blocks, shape.threads, stream
-        config.attribute_count = overlap
-        status = self._launch_dependent(packed.config_address, kernel.pointer, packed.pointers_address, None)
+        at = packed.configured(shape, stream)
+        packed.config.attribute_count = overlap
+        status = self._launch_dependent(at, kernel.pointer, packed.pointers_address, None)
         if status:
             raise translated(_DriverError(status), self._shared)
 
@@ -628,6 +671,16 @@ class CudaBackend:
             self._launch_kernel(kernel.pointer, shape.blocks, 1, 1, shape.threads, 1, 1, 0, stream, at, 0)
         except Exception as error:
             raise translated(error, self._shared) from None
+
+    def dependent_edges(self, graph: Any) -> int | None:
+        """Programmatic edges of a captured graph (a CuPy Graph): kernels in it that may be scheduled before the one ahead of
+        them is over. None where the driver does not tell (before CUDA 12.3 it cannot): then they are not counted, and the
+        graph is as good as it was.
+        """
+        try:
+            return _dependent_edges(ctypes.CDLL("libcuda.so.1").cuGraphGetEdges_v2, int(graph.graph))
+        except (OSError, AttributeError, FcommError):
+            return None
 
     def _pack(self, params: NDArray[np.void]) -> _Packed:
         packed = self._packed[id(params)] = _Packed(params)
@@ -692,7 +745,7 @@ class CudaBackend:
         else:
             name = self.view(x).dtype
             dtype = REDUCIBLE[name].numpy if name in REDUCIBLE else np.dtype(name)
-        if self._cupy.cuda.get_current_stream().ptr == self._asked:
+        if self._asked is self._current or self._cupy.cuda.get_current_stream().ptr == self._asked:
             return self._cupy.empty(shape, dtype)
         with self._cupy.cuda.ExternalStream(int(self._asked)):
             return self._cupy.empty(shape, dtype)
@@ -726,8 +779,12 @@ class CudaBackend:
         if stream is None:
             if interop.is_torch(x):
                 return int(interop.torch_module().cuda.current_stream(x.device).cuda_stream)
-            stream = self._cupy.cuda.get_current_stream()
-        elif isinstance(stream, int):
+            stream, last = self._cupy.cuda.get_current_stream(), self._current
+            if last is None or last.owner is not stream:
+                self._current = last = Stream(stream.ptr)
+                last.owner = stream
+            return last
+        if isinstance(stream, int):
             return stream
         pointer = getattr(stream, "ptr", None)
         if pointer is None:

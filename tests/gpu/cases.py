@@ -12,6 +12,7 @@ import os
 import sys
 import time
 import traceback
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -695,12 +696,63 @@ def all_kinds_of_latency_can_be_taken(comm: fcomm.Communicator) -> None:
         x = comm.from_host(data(comm, (53,), 8192, dtype)[comm.rank])
         out = comm.empty(8192 * comm.world_size, dtype).reshape(-1, 8192) if gathers else comm.empty(8192, dtype)
         for mode in measure_cuda.MODES.values():
-            launch: Any = mode.bind(comm, one, x, out)
+            if mode.name == measure.SANDWICH_DEPENDENT and comm.dependent_launch == "none":
+                continue
+            delay_us = 5.0 if mode.name == measure.SKEW else None
+            launch: Any = mode.bind(comm, replace(one, mode=mode.name, delay_us=delay_us), x, out)
             ns = comm.mpi.allreduce(float(np.median(mode.sample(comm, launch, 20))), MPI.MAX)
             if comm.rank == 0:
                 skew = float(np.median(launch.arrival_skew_ns)) if launch.arrival_skew_ns.size else 0.0
                 print(f"# {p.name} {mode.name}: {ns / 1e3:.2f} us, arrival skew {skew / 1e3:.2f} us", flush=True)
             assert 100 < ns < 1e8, (mode.name, ns)
+            told = {k: round(v, 2) for k, v in launch.facts.items()}
+            if comm.rank == 0 and told:
+                print(f"# {p.name} {mode.name}: {told}", flush=True)
+    measure_cuda.close(comm)
+
+
+@case
+def neighbours_with_dependent_launch(comm: fcomm.Communicator) -> None:
+    """Layers of kernels that all wait and let the next one in, at every launch feature: exact, and their edges programmatic."""
+    from fcomm import measure, measure_cuda
+
+    for feature in ("late", "early"):
+        with fcomm.Communicator(comm.mpi, backend="cuda", max_bytes=1 << 20, dependent_launch=feature) as other:
+            if other.dependent_launch == "none":
+                return
+            for name in ("one_shot.ll", "two_shot.lamport16", "custom_ar_v2.pull_two_shot"):
+                where = measure.STAGING if "pull" in name else measure.ARRAY
+                for mode in (*measure.SANDWICHES, measure.GRAPH):
+                    one = measure.Case(
+                        "all_reduce", name, "bfloat16", 65536, comm.world_size, mode, None, feature, where
+                    )
+                    x, out = measure.arrays(other, one)
+                    launch: Any = measure_cuda.MODES[mode].bind(other, one, x, out)
+                    launch.sample(3)
+                    edges, calls = launch.facts.get("dependent_edges"), launch.ring.calls
+                    if comm.rank == 0:
+                        print(f"# {name} {mode} {feature}: {edges} programmatic edges of {calls} calls", flush=True)
+                    if edges is not None:
+                        # Whoever has the attribute hangs on the one before by such an edge; only the graph's first hangs on none.
+                        layers = {measure.SANDWICH: calls, measure.SANDWICH_DEPENDENT: 3 * calls - 1}
+                        assert edges == layers.get(mode, calls - 1), (name, mode, feature)
+            measure_cuda.close(other)
+
+
+@case
+def the_norm_behind_a_collective_is_one(comm: fcomm.Communicator) -> None:
+    from fcomm import measure, measure_cuda
+
+    one = measure.Case("all_reduce", "one_shot.ll", "float32", 3 * 8192 + 400, comm.world_size, measure.SANDWICH)
+    x, out = measure.arrays(comm, one)
+    launch: Any = measure_cuda.MODES[one.mode].bind(comm, one, x, out)
+    values = np.random.default_rng(3).normal(2, 3, one.count).astype(np.float32)
+    source, target = comm.from_host(values), comm.empty(one.count, "float32")
+    launch._queue_norm(launch._norm, source.data.ptr, target.data.ptr, False)()
+    comm.backend.synchronize()
+    rows = np.split(values.astype(np.float64), range(2048, one.count, 2048))
+    want = np.concatenate([row / np.sqrt(np.mean(row**2) + 1e-6) for row in rows])
+    np.testing.assert_allclose(comm.to_host(target), want, rtol=2e-6)
     measure_cuda.close(comm)
 
 

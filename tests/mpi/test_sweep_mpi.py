@@ -58,6 +58,23 @@ def test_a_sweep_from_start_to_figure(tmp_path: Path) -> None:
         assert run.provenance[key], key
 
 
+def test_a_rank_that_is_late_costs_its_delay_once(tmp_path: Path) -> None:
+    """The mode on real ranks, to its figure. An emulated call on a busy machine varies by more than a GPU's delays."""
+    asked = ["--modes", "skew", "--delays", "0,20000", "--sizes", "1K", "--calls", "12", "--out", str(tmp_path)]
+    done = launch.mpirun(2, [*SWEEP, *TWO, *asked], timeout=100)
+    assert done.returncode == 0, done.stderr
+    path = _only_run(tmp_path)
+    run = experiments.load(path)
+    assert run.complete
+    assert run.cases["delay_us"].tolist() == [0.0, 20000.0] * 2
+    assert run.cases["late_rank"].isna().all()
+    assert set(run.cases["mode"]) == {"skew"}
+    # From the late rank's arrival on; were the delay in it, no call could take less than its 20 ms.
+    assert (run.latency["min_us"] < 20000).all()
+    assert (path / "skew-all-reduce.png").read_bytes().startswith(b"\x89PNG")
+    assert "skew 20000us" in done.stdout
+
+
 def test_one_rank_copies(tmp_path: Path) -> None:
     done = launch.mpirun(1, [*SWEEP, *TWO, "--sizes", "1K", "--calls", "20", "--out", str(tmp_path)], timeout=120)
     assert done.returncode == 0, done.stderr

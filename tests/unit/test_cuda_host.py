@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -384,3 +385,41 @@ def test_a_dead_mps_daemon_is_found_without_asking_cuda(monkeypatch: pytest.Monk
     (tmp_path / "control").unlink()
     assert not topology.mps_is_dead()
     topology.mps_is_dead.cache_clear()
+
+
+# ---- graphs ---------------------------------------------------------------------------------------------------------
+
+
+def test_programmatic_edges_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a function that answers as the driver's does: first the number of edges, then the edges."""
+    kinds = [0, 1, 1, 0, 1]
+    asked: list[int] = []
+
+    @ctypes.CFUNCTYPE(ctypes.c_int, *(ctypes.c_void_p,) * 5)
+    def edges_of(graph: int, ends: int, starts: int, data: int, count: int) -> int:
+        asked.append(graph)
+        number = ctypes.c_size_t.from_address(count)
+        if data:
+            assert ends
+            assert starts
+            assert number.value == len(kinds)
+            for k, kind in enumerate(kinds):
+                (cuda._EdgeData * len(kinds)).from_address(data)[k].type = kind
+        number.value = len(kinds)
+        return 0 if graph == 5 else 1
+
+    assert ctypes.sizeof(cuda._EdgeData) == 8
+    assert cuda._dependent_edges(edges_of, 5) == 3
+    assert asked == [5, 5]
+    kinds.clear()
+    assert cuda._dependent_edges(edges_of, 5) == 0
+    with pytest.raises(DeviceError, match="CUDA refused: driver error 1"):
+        cuda._dependent_edges(edges_of, 6)
+    # An old driver has no such function: not counted, which is not zero.
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace())
+    made = cuda.CudaBackend.__new__(cuda.CudaBackend)
+    assert made.dependent_edges(SimpleNamespace(graph=5)) is None
+    kinds += [1, 0]
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(cuGraphGetEdges_v2=edges_of))
+    assert made.dependent_edges(SimpleNamespace(graph=5)) == 1
+    assert made.dependent_edges(SimpleNamespace(graph=6)) is None  # nor is one that it refuses to look at

@@ -21,6 +21,8 @@ HELPERS = {
     "probe": ("probe.cuh", "fc::probe"),
     "meet": ("measure/meet.cuh", "fc::meet"),
     "floor": ("measure/floor.cuh", "fc::floor_copy<fc::Bytes>"),
+    "filler": ("measure/neighbours.cuh", "fc::filler"),
+    "norm": ("measure/neighbours.cuh", "fc::rms_norm<fc::BF16>"),
 }
 
 

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 import experiments
-from experiments import claims, compare, counted, figures, frames, plots
+from experiments import claims, compare, counted, figures, frames, plots, tables
 from fcomm import bootstrap, machine_code, records
 from fcomm.dtypes import BFLOAT16
 from fcomm.errors import ArgumentError, RecordError, SetupError
+from fcomm.measure import Case
 from fcomm.protocols import protocols
 from fcomm.source import Specialisation
 from tests import synthetic
@@ -70,7 +71,7 @@ def test_a_whole_run_gives_the_whole_set(
             content = (tmp_path / f"{one.name}.svg").read_text()
             assert content.startswith("<?xml")
     assert "The ranks share one GPU" in index
-    assert len(seen) == len(figures.FIGURES) - 2
+    assert len(seen) == len(figures.FIGURES) - 3
     for figure in seen:
         assert all(axis.has_data() or axis.patches for axis in figure.axes), figure.get_label()
 
@@ -123,6 +124,54 @@ def test_a_reduction_figure_marks_median_and_best(runs: list[Any]) -> None:
     assert frames.summarise(found).counts in str(figure.get_label())
 
 
+def test_a_delay_of_one_rank_and_what_calls_add_to_it(tmp_path: Path) -> None:
+    delays = (0.0, 1.0, 5.0, 20.0)
+    us = synthetic.rule(synthetic.ALL_REDUCE)
+
+    def added(case: Case, launch: int) -> float:
+        return us(case, launch) - min(case.delay_us or 0.0, 0.5)  # half a microsecond was done while others waited
+
+    run = experiments.load(
+        make(
+            tmp_path,
+            us=added,
+            sizes=(2048, 65536),
+            mode="skew",
+            delays_us=delays,
+            floors=False,
+            features=("none", "late"),
+        )
+    )
+    (drawn,) = [d for d in figures.draw([run]) if d.figure is not None]
+    assert drawn.name == "skew"
+    figure: Any = drawn.figure
+    assert [axis.get_title() for axis in figure.axes] == [
+        "2 ranks, 2 KiB",
+        "4 ranks, 2 KiB",
+        "2 ranks, 64 KiB",
+        "4 ranks, 64 KiB",
+    ]
+    line = next(x for x in figure.axes[0].get_lines() if x.get_label() == "flash-comm")
+    assert list(line.get_xdata()) == list(delays)
+    assert np.ptp(line.get_ydata()[1:]) < 0.1
+    assert line.get_ydata()[0] - line.get_ydata()[1] == pytest.approx(0.5, abs=0.1)
+    assert "Late: each rank in turn" in figure.get_label()
+    # Nothing else takes these times for latencies, and nothing mixes the delays.
+    assert frames.measured(run).empty
+    assert plots.figures(run).keys() == {"skew-all-reduce.png"}
+    assert tables.nccl_table(run).count("skew 20us") == len(run.cases) / len(delays)
+    found = compare.compare(run, run)
+    assert len(found) == len(run.latency)
+    assert set(found["verdict"]) == {"same"}
+    for launch, words in (
+        ("early", "the run has no times of all-reduce with a rank that is late"),
+        (None, "two delays"),
+    ):
+        one = run if launch else experiments.load(make(tmp_path, sizes=(2048,), mode="skew", delays_us=(1.0,)))
+        with pytest.raises(RecordError, match=words):
+            plots.skew(one, launch=launch)
+
+
 def test_what_a_run_lacks_is_said(tmp_path: Path) -> None:
     kinds = {("one_shot.ll", "array", None): (1.6, 0.04)}
     lean = experiments.load(make(tmp_path, kinds, sizes=(1024, 2048), ranks=(2,), features=("none",), floors=False))
@@ -136,6 +185,9 @@ def test_what_a_run_lacks_is_said(tmp_path: Path) -> None:
     assert reasons["ablation-launch"] == "the run has one launch feature only (none)"
     assert reasons["scaling"] == "the run has one number of ranks only (2)"
     assert "no floor" in reasons["floor"]
+    assert reasons["skew"] == (
+        "the run has no times of all-reduce with a rank that is late: they are taken with --modes skew"
+    )
     assert "fewer than two encodings" in reasons["ablation-encodings"]
     assert "a fit needs 4" in reasons["ablation-selector"]
     assert all(reasons.values())

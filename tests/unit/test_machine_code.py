@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from fcomm import machine_code
+from fcomm import machine_code, measure_cuda
 from fcomm.dtypes import BFLOAT16, FLOAT32
 from fcomm.errors import ArgumentError, SetupError
 from fcomm.machine_code import CUPY_ADDS, Cubin, Listing, compile_specialisation, compile_text, disassemble, slot_faults
@@ -212,6 +212,26 @@ def test_a_misplaced_wait_or_trigger_is_found(pattern: str, by: str, said: str) 
     text = replacing(pattern, by)(Specialisation(p, FLOAT32, 3, launch="late").text())
     faults = launch_faults(p, "late", disassemble(compile_text("broken", text, "sm_90")))
     assert any(said in fault for fault in faults), faults
+
+
+def neighbours(aware: bool) -> list[Listing]:
+    """Machine code of the kernels around a sandwiched collective."""
+    texts = [
+        measure_cuda.filler_text(4, True, aware),
+        measure_cuda.norm_text(4, True, aware, "bfloat16"),
+        measure_cuda.norm_text(4, False, aware, "float32"),
+    ]
+    return [disassemble(compile_text("neighbour", text, "sm_90")) for text in texts]
+
+
+def test_neighbours_that_know_dependent_launch_wait_before_they_touch_anything() -> None:
+    for listing in neighbours(aware=True):
+        assert (listing.opcodes["ACQBULK"], listing.opcodes["PREEXIT"]) == (1, 1)
+        assert listing.before_wait == ()
+        assert len(listing.after_trigger) == listing.count(space="global") > 0  # behind the wait, and before all else
+    for listing in neighbours(aware=False):
+        assert (listing.opcodes["ACQBULK"], listing.opcodes["PREEXIT"]) == (0, 0)
+        assert listing.count(space="local") == 0
 
 
 # ---- controls: each check must find what it is for ------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -213,15 +214,21 @@ def test_what_a_size_rules_out_is_refused_with_the_numbers() -> None:
     odd = Case("reduce_scatter", "reduce_scatter.ll", "float32", 4096, 3)
     assert odd.refusal(every) == "1024 elements are no equal parts for 3 ranks"
     assert Case("reduce_scatter", "reduce_scatter.ll", "float32", 4096, 4).refusal(every) is None
+    whole = Case("all_reduce", "one_shot.ll", "int32", 4096, 4, measure.SANDWICH)
+    assert whole.refusal(every) == "the kernel behind the collective normalises floating-point numbers, not int32"
 
 
 @given(
     st.sampled_from(["none", "late"]),
     st.sampled_from(["array", "staging"]),
     st.none() | st.tuples(st.just(3), st.just(96)),
+    st.none() | st.sampled_from([0.0, 2.5]),
+    st.none() | st.integers(0, 1),
 )
-def test_a_case_comes_back_from_its_columns(launch: str, where: str, shape: tuple[int, int] | None) -> None:
-    case = Case("all_reduce", "barrier.one_shot", "float32", 4096, 2, "graph", shape, launch, where)
+def test_a_case_comes_back_from_its_columns(
+    launch: str, where: str, shape: tuple[int, int] | None, delay_us: float | None, late: int | None
+) -> None:
+    case = Case("all_reduce", "barrier.one_shot", "float32", 4096, 2, "graph", shape, launch, where, delay_us, late)
     assert Case.from_columns(case.columns()) == case
 
 
@@ -341,8 +348,46 @@ def test_a_rank_whose_call_fails_while_it_is_timed_still_meets_the_others() -> N
     assert (measure.MODES["host"].sample(comm, lambda: None, 3) > 0).all()
 
 
+def test_each_rank_is_late_in_turn_and_the_turns_go_on_from_visit_to_visit() -> None:
+    case = Case("all_reduce", "one_shot.ll", "float32", 64, 3, "skew", delay_us=2.5)
+    every = [measure.Delays(case, rank) for rank in range(3)]
+    assert [d.visit(4) for d in every] == [[2500, 0, 0, 2500], [0, 2500, 0, 0], [0, 0, 2500, 0]]
+    assert [d.visit(2) for d in every] == [[0, 0], [2500, 0], [0, 2500]]
+    always = [measure.Delays(replace(case, late_rank=1), rank) for rank in range(3)]
+    assert [d.visit(2) for d in always] == [[0, 0], [2500, 2500], [0, 0]]
+
+
+def test_what_a_late_rank_adds_is_without_its_delay() -> None:
+    """On the cpu backend: the rank that is late is held up by the clock before its call."""
+
+    class Meeting(OneRank):
+        def Barrier(self) -> None: ...
+
+    comm: Any = SimpleNamespace(mpi=Meeting(), rank=0, backend=SimpleNamespace(synchronize=lambda: None))
+    taken: list[int] = []
+    case = Case("all_reduce", measure.COPY, "float32", 64, 2, "skew", delay_us=3000.0)
+    launch = measure.Skewed(lambda: taken.append(time.perf_counter_ns()), measure.Delays(case, 0))
+    ns = measure.MODES["skew"].sample(comm, launch, 4)
+    # Late in calls 0 and 2: what is left is the call's own time. In the others this rank would have waited for the late one,
+    # if there were one: it has ended before.
+    assert (ns[1::2] == 1).all()
+    assert (ns[::2] < 3_000_000).all()
+    gaps = np.diff(taken)
+    assert gaps[1] >= 3_000_000  # from call 1 to call 2
+
+
+def test_cases_with_different_delays_are_no_rivals() -> None:
+    """A short delay is not a faster candidate for the job of a long one."""
+    cases = [Case("all_reduce", "one_shot.ll", "float32", 64, 2, "skew", delay_us=us) for us in (0.0, 10.0)]
+    rng = np.random.default_rng(0)
+    narrow, wide = rng.normal(5, 0.2, 30), rng.normal(5, 0.8, 30)
+    assert measure.in_doubt({cases[0]: narrow, cases[1]: wide}) == [cases[1], cases[0]]
+    rival = replace(cases[0], protocol="one_shot.ll16")  # as fast at the same delay: these two come first
+    assert measure.in_doubt({cases[0]: narrow, cases[1]: wide, rival: narrow})[2] == cases[1]
+
+
 def test_modes_of_a_backend_and_their_default() -> None:
-    assert list(measure.modes("cpu")) == ["host", "prepared"]
+    assert list(measure.modes("cpu")) == ["host", "prepared", "skew"]
     assert next(iter(measure.modes("cuda"))) == "graph"
     assert "floor" not in measure.modes("cuda")  # beside each graph, and no mode to ask for
 

@@ -109,6 +109,64 @@ def test_nonsense_is_one_sentence(option: str, value: str) -> None:
     assert exit_code(caught.value) == 2
 
 
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--modes", "skew", "--delays", "1,-2"], "--delays '-2' is not a number of microseconds"),
+        (["--modes", "skew", "--delays", "1,soon"], "--delays 'soon' is not a number of microseconds"),
+        (["--modes", "skew", "--delays", "nan"], "--delays 'nan' is not"),
+        (["--modes", "skew", "--delays", "1e6"], "between 0 and 100000"),
+        (["--modes", "skew", "--delays", "1,,2"], "empty item"),
+        (["--delays", "1,2"], "--delays is for --modes skew"),
+        (["--late-rank", "0"], "--late-rank is for --modes skew"),
+        (["--modes", "skew", "--late-rank", "2"], "--late-rank 2 is no rank of 2"),
+        (["--modes", "skew", "--late-rank", "-1"], "--late-rank -1 is no rank of 2"),
+    ],
+)
+def test_bad_delays_are_one_sentence(argv: list[str], says: str) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        build(*argv)
+    assert says in str(caught.value)
+
+
+def test_delays_are_cases_of_their_own() -> None:
+    asked = build(
+        "--modes", "skew", "--protocols", "one_shot.ll,barrier.one_shot", "--delays", "5,0,2.5,5", "--late-rank", "1"
+    )
+    cases = _candidates(asked, "cpu", 4)
+    assert [(c.protocol, c.delay_us, c.late_rank) for c in cases] == [
+        (name, us, 1) for name in ("one_shot.ll", "barrier.one_shot") for us in (0.0, 2.5, 5.0)
+    ]
+    assert {c.input for c in cases} == {"array"}
+    assert build("--modes", "skew").resolved("cuda").delays_us == rq.DELAYS_US["cuda"]
+    assert build("--modes", "skew").resolved("cpu").delays_us == rq.DELAYS_US["cpu"]
+    assert build("--modes", "prepared").resolved("cpu").delays_us == ()
+    assert _candidates(asked, "cpu", 1) == {}  # nobody to be late for
+    text = rq.dry_run(
+        build("--dry-run", "--backend", "cpu", "--modes", "skew", "--delays", "0,300", "--sizes", "1K", "--ranks", "2")
+    )
+    assert text.count("skew 300us") == text.count("skew 0us") == len(rq.CPU_PROTOCOLS)
+
+
+def test_a_sandwich_is_for_gpus_and_its_neighbours_for_dependent_launch() -> None:
+    with pytest.raises(
+        ArgumentError, match="--modes sandwich is for GPUs: the cpu backend runs one grid after the other"
+    ):
+        build("--modes", "prepared,sandwich").resolved("cpu")
+    with pytest.raises(
+        ArgumentError, match="--modes sandwich_dependent is about dependent launch: use --launch late or early"
+    ):
+        build("--modes", "sandwich_dependent", "--launch", "none").resolved("cuda")
+    both = build("--modes", "sandwich,sandwich_dependent", "--protocols", "one_shot.ll,barrier.one_shot")
+    assert [(c.protocol, c.mode, c.dependent_launch, c.input) for c in _candidates(both, "cuda", 4)] == [
+        (name, mode, launch, where)
+        for name, where in (("one_shot.ll", "array"), ("barrier.one_shot", "staging"))
+        for mode, launch in (("sandwich", "none"), ("sandwich", "late"), ("sandwich_dependent", "late"))
+    ]
+    whole = _candidates(both, "cuda", 4, dtype="int32")
+    assert all("normalises floating-point numbers" in str(why) for why in whole.values())
+
+
 def test_unknown_options_and_abbreviations_are_refused() -> None:
     for argv in (["--size", "1K"], ["--bogus"], ["extra"]):
         with pytest.raises(ArgumentError):
