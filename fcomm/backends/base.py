@@ -48,12 +48,14 @@ def gpu_shape(cells: int, sms: int, most: int = MAX_THREADS, sharded: bool = Fal
     """
     # Small blocks start sooner and spread over more SMs, until there is one on each. Then one larger block on an SM beats two
     # small ones (measured on an H200 that ranks share), then two of those, then the largest. Beyond that the grid strides.
-    # Shards, whose kernels are long, gain from larger blocks as soon as every other SM has a small one: all ranks wait twice
-    # for the last block to start. (two_shot.ll with 8 ranks of 16 SMs, 32 KiB, early: 8 x 512 4.57, 16 x 256 6.25 us.)
+    # Shards, whose kernels are long and which wait twice for the last block to start, gain from larger blocks as soon as every
+    # other SM has a small one (two_shot.ll, 8 ranks of 16 SMs, 32 KiB, early: 8 x 512 4.57, 16 x 256 6.25 us), and from no
+    # more than one on an SM (128 KiB: late 16 x 512 5.92, without dependent launch 32 x 512 8.30 us).
     if cells <= SMALL_BLOCK * (sms // 2 if sharded else sms):
         return LaunchShape(max(1, -(-cells // SMALL_BLOCK)), SMALL_BLOCK)
     threads = most if most > MAX_THREADS and cells > 2 * MAX_THREADS * sms else MAX_THREADS
-    return LaunchShape(-(-cells // threads), threads)
+    blocks = -(-cells // threads)
+    return LaunchShape(min(blocks, sms) if sharded else blocks, threads)
 
 
 CPU_THREADS = 32

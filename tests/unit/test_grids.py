@@ -90,8 +90,9 @@ def test_the_default_shape() -> None:
     assert default_shape(ll, 1024, 8, share) == (1, 256)
     assert default_shape(ll, 32768, 8, share) == (16, 256)
     assert default_shape(ll, 262144, 8, share) == (32, 1024)
-    assert default_shape(two, 262144, 8, share) == (64, 512), "shards: a thread has one cell of one part"
-    assert default_shape(protocol("reduce_scatter.ll"), 262144, 8, share) == (64, 512)
+    assert default_shape(two, 32768, 8, share) == (8, 512), "shards: large blocks from every other SM on"
+    assert default_shape(two, 262144, 8, share) == (16, 512), "shards: one block on an SM"
+    assert default_shape(protocol("reduce_scatter.ll"), 262144, 8, share) == (16, 512)
     assert default_shape(protocol("one_shot.flag"), 65536, 8, share) == (64, 256)
     assert default_shape(protocol("custom_ar_v2.push"), 4096, 8, share) == (16, 128), "its authors': a block on each SM"
     assert default_shape(protocol("custom_ar_v2.push"), 4096, 8, None) == (2, 32), "fixed, and there are no SMs"
