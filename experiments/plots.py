@@ -567,10 +567,10 @@ def skew(run: Run, collective: str = "all_reduce", launch: str | None = None) ->
         axis.set_xscale("symlog", linthresh=max(delays[1], 1e-3), linscale=0.6)
         axis.set_xticks(delays, [f"{us:g}" for us in delays])
         axis.set_xticks([], minor=True)
-        axis.set_ylim(bottom=0)
         axis.tick_params(labelbottom=True, labelsize=7.5)
         axis.grid(visible=True, color="0.88", linewidth=0.6)
         axis.spines[["top", "right"]].set_visible(False)
+    axes.flat[0].set_ylim(bottom=0)  # when all is drawn: panels share the axis, and setting one end freezes the other
     which = frame["late_rank"].dropna().unique()
     who = f"rank {int(which[0])}" if len(which) else "each rank in turn"
     return _finish(

@@ -151,6 +151,11 @@ def test_a_delay_of_one_rank_and_what_calls_add_to_it(tmp_path: Path) -> None:
         "2 ranks, 64 KiB",
         "4 ranks, 64 KiB",
     ]
+    for axis in figure.axes:  # panels share the axis, and every line is inside it
+        low, high = axis.get_ylim()
+        assert low == 0
+        assert axis.get_lines()
+        assert all(max(x.get_ydata()) <= high for x in axis.get_lines())
     line = next(x for x in figure.axes[0].get_lines() if x.get_label() == "flash-comm")
     assert list(line.get_xdata()) == list(delays)
     assert np.ptp(line.get_ydata()[1:]) < 0.1
