@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fcomm import measure, settings
+from fcomm import links, measure, settings
 from fcomm.cli import Parser
 from fcomm.dtypes import reducible
 from fcomm.errors import ArgumentError, RecordError
 from fcomm.measure import ARRAY, COPY, STAGING, Case
-from fcomm.protocols import GpuShare, protocol, protocols
+from fcomm.protocols import PLACEMENTS, GpuShare, protocol, protocols
 from fcomm.sizes import format_size, parse_size
 from fcomm.source import LAUNCHES
 
@@ -72,6 +72,10 @@ class Request:
     """Percent of the SMs that a rank may use, where ranks share a GPU through MPS."""
     shapes: str = ""
     """Launch shapes, of SHAPES. Empty: a search on GPUs where the budget has room for it."""
+    link: str = ""
+    """The emulated link between the ranks (`fcomm.links.parse`). Empty: none."""
+    placement: str = "device"
+    """Where slots lie: device, or host."""
 
     def resolved(self, backend: str) -> Request:
         """With what was left open - modes, launch features, calls, shapes - as that backend has it by default."""
@@ -151,6 +155,17 @@ def parser() -> argparse.ArgumentParser:
         choices=SHAPES,
         help="launch shapes: default; search: others are tried at a few sizes, and those that gain are measured beside the "
         f"default (search on GPUs with a budget of {SEARCH_FROM_S:.0f}s or more, else default)",
+    )
+    p.add_argument(
+        "--link",
+        metavar="LINK",
+        help="emulate a slower link between the ranks: latency_us=0.7,gbps=450, or one of "
+        f"{', '.join(links.PRESETS)} (docs/links.md) (none)",
+    )
+    p.add_argument(
+        "--placement",
+        choices=PLACEMENTS,
+        help="where slots lie: device memory, or pinned host memory, which is for ll and flag only (device)",
     )
     p.add_argument("--backend", choices=("auto", "cpu", "cuda"), help="auto: cuda where there is a GPU (auto)")
     p.add_argument(
@@ -293,6 +308,8 @@ def build_request(args: argparse.Namespace, started: int) -> Request:
         inputs=_list("--inputs", args.inputs, INPUTS),
         share=args.share,
         shapes=args.shapes or "",
+        placement=args.placement or "device",
+        link="" if args.link is None else str(links.parse(args.link)),
     )
 
 

@@ -225,7 +225,7 @@ class Sweep:
     def look_around(self) -> None:
         """Facts about the machine, from a communicator of all ranks: what cannot work at all fails here."""
         r = self.request
-        with Communicator(self.world, backend=r.backend, max_bytes=4096, model="seed") as comm:
+        with Communicator(self.world, backend=r.backend, max_bytes=4096, model="seed", placement=r.placement) as comm:
             self.facts = provenance.collect(comm)
             self.request = r.resolved(self.facts["backend"])
             self.pace = measure.Pace(measure.VISIT_S[self.facts["backend"]])
@@ -262,7 +262,7 @@ class Sweep:
                             form = case.form(comm.gpu)
                             if why is None and form is not None:
                                 element = BYTES if form.algorithm.moves_bytes else REDUCIBLE[dtype]
-                                spec = Specialisation(form, element, n, aligned, case.dependent_launch)
+                                spec = Specialisation(form, element, n, aligned, case.dependent_launch, bool(r.link))
                                 specs[spec.name] = spec
         jobs: list[Callable[[], object]] = [partial(backend.kernel, spec) for spec in specs.values()]
         if not self.cuda:
@@ -288,6 +288,8 @@ class Sweep:
                         backend=self.facts["backend"],
                         max_bytes=max(self.request.sizes),
                         dependent_launch=launch,
+                        link=self.request.link or None,
+                        placement=self.request.placement,
                         model="seed",  # no fitted launch shapes: the default of a protocol is what its authors set
                         **options,
                     )
@@ -934,7 +936,7 @@ def _cases_by_number(run: records.Run) -> dict[int, Case]:
 OPTIONS = {
     "sizes": "sizes", "ranks": "ranks", "dtypes": "dtypes", "protocols": "protocols", "modes": "modes", "calls": "calls",
     "budget": "budget_s", "seed": "seed", "collective": "collectives", "launch": "launches", "inputs": "inputs",
-    "shapes": "shapes", "share": "share",
+    "shapes": "shapes", "share": "share", "link": "link", "placement": "placement",
 }  # fmt: skip
 """Options that describe a run, with the field of its request that each one sets."""
 

@@ -593,6 +593,11 @@ class Run:
     @property
     def taken_on(self) -> str:
         """One clause about the machine, for captions."""
+        told = self._taken_on() + (", slots in host memory" if self.request.get("placement") == "host" else "")
+        link = self.request.get("link")
+        return f"{told}, EMULATED LINK ({link})" if link else told
+
+    def _taken_on(self) -> str:
         p = self.provenance
         ranks = int(self.cases["ranks"].max()) if len(self.cases) else p.get("world_size", 0)
         several = "up to " if self.cases["ranks"].nunique() > 1 else ""

@@ -84,6 +84,9 @@ class Backend(Protocol):
     def allocate(self, layout: SlabLayout) -> list[int]:
         """Collective: makes this rank's slab, cleared, and returns the address of every rank's slab."""
 
+    def control_address(self) -> int:
+        """Address, for kernels, of this rank's control words (`SlabLayout.control_offset` apart for each channel)."""
+
     def error_address(self) -> int:
         """Address, for kernels, of this rank's error records (one for each channel)."""
 
@@ -110,6 +113,12 @@ class Backend(Protocol):
 
     def default_shape(self, cells: int, most: int = MAX_THREADS) -> LaunchShape:
         """Launch shape for that many cells when nobody asked for one; not clamped to what is resident."""
+
+    def compile(self, name: str, text: str) -> Kernel:
+        """Loads a kernel of whatever source that is whole; for measurements."""
+
+    def ticks_per_us(self) -> float:
+        """Rate of the clock that kernels with an emulated link read, on this rank and now."""
 
     def launch(self, kernel: Any, shape: LaunchShape, params: NDArray[np.void], stream: Any) -> None:
         """Starts a grid on a stream. `params` is copied before this returns."""
