@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from experiments.sweep import HANG_S
 from fcomm import Communicator, checks, measure
-from fcomm.errors import RecordError
+from fcomm.errors import RecordError, SetupError
 from fcomm.links import Link
 from fcomm.measure import Case
 from fcomm.protocols import protocols
@@ -95,9 +95,17 @@ def open_first(
     if n not in _groups:
         _groups[n] = world.Create_group(world.Get_group().Range_incl([(0, n - 1, 1)]), tag=n)
     options: dict[str, Any] = {} if backend == "cpu" else {"timeout_s": HANG_S}
-    return Communicator(
+    comm = Communicator(
         _groups[n], backend=backend, max_bytes=max_bytes, model="seed", placement=placement, link=link, **options
     )
+    refuse_turns(comm)
+    return comm
+
+
+def refuse_turns(comm: Communicator) -> None:
+    """`SetupError` where ranks take turns on a GPU."""
+    if getattr(comm.backend, "time_sliced", False):
+        raise SetupError("the ranks take turns on a GPU (no MPS), so their times say nothing about links: use MPS")
 
 
 def close(comm: Communicator) -> None:

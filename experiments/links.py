@@ -23,7 +23,17 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from experiments import link_maps, mps, plots
-from experiments.link_records import Candidate, Folder, close, interval, markdown, open_first, say, taken_on
+from experiments.link_records import (
+    Candidate,
+    Folder,
+    close,
+    interval,
+    markdown,
+    open_first,
+    refuse_turns,
+    say,
+    taken_on,
+)
 from experiments.request import default_ranks, parse_ranks, parse_time
 from experiments.sweep import in_turn, on_root
 from experiments.tables import rows
@@ -66,6 +76,7 @@ def accuracy(world: MPI.Intracomm, backend: str, out: Path, samples: int) -> int
         return medium.typical(values)
 
     with Communicator(world, backend=backend, max_bytes=MAX_BYTES, model="seed") as comm:
+        refuse_turns(comm)
         facts = provenance.collect(comm)
         medium = Medium(comm)
         real = {form: keep(f"one_way_us.{form}", None, medium.one_way_us(form, samples)) for form in FORMS}

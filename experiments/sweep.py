@@ -46,6 +46,7 @@ from fcomm import Communicator, bootstrap, measure, provenance, records, setting
 from fcomm.dtypes import BYTES, REDUCIBLE
 from fcomm.errors import ArgumentError, DeviceError, FcommError, NotAdmittedError, RecordError
 from fcomm.measure import FLOOR, Case
+from fcomm.measure_links import Medium
 from fcomm.protocols import GpuShare, protocols
 from fcomm.sizes import format_size
 from fcomm.source import Specialisation
@@ -227,6 +228,12 @@ class Sweep:
         r = self.request
         with Communicator(self.world, backend=r.backend, max_bytes=4096, model="seed", placement=r.placement) as comm:
             self.facts = provenance.collect(comm)
+            if (
+                self.facts["backend"] == "cuda"
+                and comm.world_size > 1
+                and not any(d.get("time_sliced") for d in self.facts["devices"])
+            ):
+                self.facts["one_way_us"] = float(np.median(Medium(comm).one_way_us()))
             self.request = r.resolved(self.facts["backend"])
             self.pace = measure.Pace(measure.VISIT_S[self.facts["backend"]])
             self._compile_ahead(comm)

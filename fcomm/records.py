@@ -616,6 +616,14 @@ class Run:
         through = "through MPS" if devices and devices[0].get("mps") else "without MPS"
         return f"{shared} sharing one {model} {through}"
 
+    @property
+    def one_way_us(self) -> float | None:
+        """Microseconds of the medium between two ranks, without the emulated link, if any; None where it was not measured. The
+        floor with its hops is ``floor_us + rounds * one_way_us``.
+        """
+        found = self.provenance.get("one_way_us")
+        return None if found is None else float(found)
+
     def for_figures(self) -> pd.DataFrame:
         """`latency`, where it may be shown and fitted; `RecordError` for a time-sliced run and for one without times."""
         if self.cases["time_sliced"].any():

@@ -21,6 +21,10 @@ HELPERS = {
     "probe": ("probe.cuh", "fc::probe"),
     "meet": ("measure/meet.cuh", "fc::meet"),
     "floor": ("measure/floor.cuh", "fc::floor_copy<fc::Bytes>"),
+    "ping-pong": ("measure/pairs.cuh", "fc::ping_pong<false>"),
+    "ping-pong of a flag": ("measure/pairs.cuh", "fc::ping_pong<true>"),
+    "stream": ("measure/pairs.cuh", "fc::stream"),
+    "clock": ("measure/pairs.cuh", "fc::clock_rate"),
 }
 
 
