@@ -767,7 +767,8 @@ class CudaBackend:
             "ranks_per_gpu": self.ranks_here,
             "gpus": len({d.uuid for d in self.devices}),
             "gpu_uuids": sorted({d.uuid for d in self.devices}),
-            "links": self.links,
+            # What slots are reached over; a cost model of one placement is none of the other.
+            "links": ["host"] * self._mpi.size if self._host else self.links,
             **({"placement": "host"} if self._host else {}),
             "mps": self.mps,
             "mps_share_percent": os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE") if self.mps else None,
