@@ -107,17 +107,18 @@ FC_DEVICE u32 link_through(LinkState& s, u32 group, u32 ready, u32 bytes) {
   const u32 takes = u32((s.cost * (bytes * link_count(group)) + (1u << 15)) >> 16);
   // A thread's stores to further peers: the latency has been waited for with the first, and the queue is far from full. What
   // this saves is not time of the link but of its emulation, which nothing hides any more.
-  const u32 seen = s.free;
-  if (link_all(group, seen >= at && int(link_now(s) - ((seen + takes) >> 8) - s.latency) > int(kSlack))) {
+  u32 from = s.free;
+  if (link_all(group, from >= at && int(link_now(s) - ((from + takes) >> 8) - s.latency) > int(kSlack))) {
     if (link_leads(group)) link_fetch_add(&s.free, takes);
-    return (seen + takes + 255) >> 8;
+  } else {
+    if (link_leads(group)) {
+      link_fetch_max(&s.free, at);
+      from = link_fetch_add(&s.free, takes);  // others may have come in between: then it is later, as it should be
+    }
+    from = link_first(group, from);
   }
-  u32 from = 0;
-  if (link_leads(group)) {
-    link_fetch_max(&s.free, at);
-    from = link_fetch_add(&s.free, takes);  // others may have come in between: then it is later, as it should be
-  }
-  return (link_first(group, from) + takes + 255) >> 8;
+  const u32 left = (from + takes + 255) >> 8;
+  return int(left - ready) > 0 ? left : ready;  // the latter beyond kLongest alone
 }
 
 // Waits until it is due; returns what the clock says then.

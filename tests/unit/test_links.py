@@ -95,6 +95,14 @@ static void flag_for_all(const Params& p) {
   if (threadIdx.x == 0) { st_relaxed_sys(reinterpret_cast<u32*>(at(p, 1, 1)), 1); note(); }
 }
 static void many(const Params& p) { for (u32 k = 0; k < p.part; k++) store(p, 1, k); }
+// A block that has lived for long, such as one that waited for a late rank: times are those since then.
+static void old(const Params& p) {
+  if (threadIdx.x == 0) clock_now += 0x1000000;
+  block_barrier();
+  ld_relaxed_sys(at(p, 0, 0));
+  store(p, 1, 0);
+  made[index()][0] -= 0x1000000;
+}
 static void line(const Params& p) {
   const u32 mask = 0xffu << (lane_id() & ~7u);
   st_relaxed_sys_line(reinterpret_cast<Cell*>(p.slab[1]) + threadIdx.x, Cell{{1, 2, 3, threadIdx.x}}, mask);
@@ -107,7 +115,7 @@ static void line(const Params& p) {
     memset(count, 0, sizeof count);                                                              \\
     return fc_cpu::run_grid(blocks, threads, body_##name, p);                                     \\
   }
-ENTRY(two_stores) ENTRY(a_look_between) ENTRY(to_myself) ENTRY(loads) ENTRY(release) ENTRY(flag_for_all) ENTRY(many) ENTRY(line)
+ENTRY(two_stores) ENTRY(a_look_between) ENTRY(to_myself) ENTRY(loads) ENTRY(release) ENTRY(flag_for_all) ENTRY(many) ENTRY(old) ENTRY(line)
 extern "C" const u32* times() { return &made[0][0]; }
 """
 
@@ -200,6 +208,11 @@ def test_bandwidth(grids: Grids, threads: int, blocks: int, cells: int) -> None:
     through = threads * blocks * cells * 16 * ticks_a_byte
     last = times[:, :cells].max() - LATENCY
     assert last == pytest.approx(through, rel=0.05, abs=SLACK)
+
+
+def test_an_old_block_has_the_latency_still_and_no_limit(grids: Grids) -> None:
+    assert near(grids("old")[:, 0], LATENCY)
+    assert near(grids("old", ticks_a_byte=100.0)[:, 0], LATENCY)
 
 
 def test_a_line_is_stored_whole(grids: Grids) -> None:
