@@ -114,7 +114,7 @@ class Medium:
         if self._comm.backend.name == "cpu":
             return 64
         sms = int(getattr(self._comm.backend, "sms", 1))
-        return int(1 << (min(sms, 32).bit_length() - 1)) * MAX_THREADS
+        return int(1 << (min(sms, 64).bit_length() - 1)) * MAX_THREADS
 
     def _latency_us(self) -> float:
         link = self._comm.link if self._linked else None
