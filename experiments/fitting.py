@@ -199,6 +199,10 @@ def _best_input(every: pd.DataFrame) -> pd.DataFrame:
 def _refuse(run: Run) -> None:
     if run.cases["time_sliced"].any() or run.samples.empty:
         run.for_figures()  # says why not; where it does not refuse it takes seconds, for statistics that no fit needs
+    if run.request.get("link"):
+        raise RecordError(
+            f"{run.path} was taken with an emulated link ({run.request['link']}): a model is of a machine's own links"
+        )
     if not run.complete:
         raise RecordError(f"{run.path} is not complete: finish it with --resume {run.path}")
     bad = run.cases[(run.cases["wrong"] > 0) | (run.cases["status"] == "wrong")]

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from experiments import peers
-from fcomm import measure, settings
+from fcomm import links, measure, settings
 from fcomm.cli import Parser
 from fcomm.dtypes import reducible
 from fcomm.errors import ArgumentError, RecordError
 from fcomm.measure import ARRAY, COPY, IN_GRAPHS, SANDWICH_DEPENDENT, SANDWICHES, SKEW, STAGING, Case
-from fcomm.protocols import GpuShare, protocol, protocols
+from fcomm.protocols import PLACEMENTS, GpuShare, protocol, protocols
 from fcomm.sizes import format_size, parse_size
 from fcomm.source import LAUNCHES
 
@@ -83,6 +83,10 @@ class Request:
     """Of mode skew: by how much one rank is held up."""
     late_rank: int | None = None
     """Of mode skew: which one; None: each in turn."""
+    link: str = ""
+    """The emulated link between the ranks (`fcomm.links.parse`). Empty: none."""
+    placement: str = "device"
+    """Where slots lie: device, or host."""
 
     def resolved(self, backend: str) -> Request:
         """With what was left open - modes, launch features, calls, shapes - as that backend has it by default."""
@@ -183,6 +187,17 @@ def parser() -> argparse.ArgumentParser:
         "--peers",
         metavar="LIST",
         help=f"all-reduces of other libraries beside ours: {', '.join(peers.OPTIONS)} (none); what cannot run says why",
+    )
+    p.add_argument(
+        "--link",
+        metavar="LINK",
+        help="emulate a slower link between the ranks: latency_us=0.7,gbps=450, or one of "
+        f"{', '.join(links.PRESETS)} (docs/links.md) (none)",
+    )
+    p.add_argument(
+        "--placement",
+        choices=PLACEMENTS,
+        help="where slots lie: device memory, or pinned host memory, which is for ll and flag only (device)",
     )
     p.add_argument("--backend", choices=("auto", "cpu", "cuda"), help="auto: cuda where there is a GPU (auto)")
     p.add_argument(
@@ -348,6 +363,8 @@ def build_request(args: argparse.Namespace, started: int) -> Request:
         shapes=args.shapes or "",
         delays_us=() if args.delays is None else parse_delays(args.delays),
         late_rank=args.late_rank,
+        placement=args.placement or "device",
+        link="" if args.link is None else str(links.parse(args.link)),
     )
 
 

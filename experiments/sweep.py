@@ -46,6 +46,7 @@ from fcomm import Communicator, bootstrap, measure, provenance, records, setting
 from fcomm.dtypes import BYTES, REDUCIBLE
 from fcomm.errors import ArgumentError, DeviceError, FcommError, NotAdmittedError, RecordError
 from fcomm.measure import FLOOR, Case
+from fcomm.measure_links import Medium
 from fcomm.protocols import GpuShare, protocols
 from fcomm.sizes import format_size
 from fcomm.source import Specialisation
@@ -231,8 +232,14 @@ class Sweep:
     def look_around(self) -> None:
         """Facts about the machine, from a communicator of all ranks: what cannot work at all fails here."""
         r = self.request
-        with Communicator(self.world, backend=r.backend, max_bytes=4096, model="seed") as comm:
+        with Communicator(self.world, backend=r.backend, max_bytes=4096, model="seed", placement=r.placement) as comm:
             self.facts = provenance.collect(comm)
+            if (
+                self.facts["backend"] == "cuda"
+                and comm.world_size > 1
+                and not any(d.get("time_sliced") for d in self.facts["devices"])
+            ):
+                self.facts["one_way_us"] = float(np.median(Medium(comm).one_way_us()))
             self.request = r.resolved(self.facts["backend"])
             self.pace = measure.Pace(measure.VISIT_S[self.facts["backend"]])
             self._compile_ahead(comm)
@@ -268,7 +275,7 @@ class Sweep:
                             form = case.form(comm.gpu)
                             if why is None and form is not None:
                                 element = BYTES if form.algorithm.moves_bytes else REDUCIBLE[dtype]
-                                spec = Specialisation(form, element, n, aligned, case.dependent_launch)
+                                spec = Specialisation(form, element, n, aligned, case.dependent_launch, bool(r.link))
                                 specs[spec.name] = spec
         jobs: list[Callable[[], object]] = [partial(backend.kernel, spec) for spec in specs.values()]
         if not self.cuda:
@@ -301,6 +308,8 @@ class Sweep:
                         backend=self.facts["backend"],
                         max_bytes=max(self.request.sizes),
                         dependent_launch=launch,
+                        link=self.request.link or None,
+                        placement=self.request.placement,
                         model="seed",  # no fitted launch shapes: the default of a protocol is what its authors set
                         **options,
                     )
@@ -961,7 +970,7 @@ def _cases_by_number(run: records.Run) -> dict[int, Case]:
 OPTIONS = {
     "peers": "peers", "sizes": "sizes", "ranks": "ranks", "dtypes": "dtypes", "protocols": "protocols", "modes": "modes", "calls": "calls",
     "budget": "budget_s", "seed": "seed", "collective": "collectives", "launch": "launches", "inputs": "inputs",
-    "shapes": "shapes", "share": "share", "delays": "delays_us", "late_rank": "late_rank",
+    "shapes": "shapes", "share": "share", "delays": "delays_us", "late_rank": "late_rank", "link": "link", "placement": "placement",
 }  # fmt: skip
 """Options that describe a run, with the field of its request that each one sets."""
 

@@ -20,7 +20,9 @@ from fcomm.explanation import Explanation, explain
 from fcomm.grids import default_shape
 from fcomm.group import Group, as_group, is_mpi
 from fcomm.layout import CALL_WORDS, ERROR_DTYPE, FIRST_CALL_WORD, V2_MAX_BLOCKS, SlabLayout, error_message
-from fcomm.protocols import COLLECTIVES, GpuShare, Protocol, hold, let_go, protocols, shard_bytes
+from fcomm.links import Link
+from fcomm.links import parse as parse_link
+from fcomm.protocols import COLLECTIVES, PLACEMENTS, GpuShare, Protocol, hold, let_go, protocols, shard_bytes
 from fcomm.selector import AUTO, Selector
 from fcomm.sizes import format_size
 from fcomm.source import LAUNCHES, Specialisation, sources
@@ -38,15 +40,15 @@ ALIGNMENT = 16
 _CALL_WORDS = struct.Struct(f"={len(CALL_WORDS)}Q")
 
 
-def _make_backend(name: str, mpi: Group, device: int | None) -> Backend:
+def _make_backend(name: str, mpi: Group, device: int | None, placement: str) -> Backend:
     if name == "cpu":
         from fcomm.backends.cpu import CpuBackend
 
-        return CpuBackend(mpi)
+        return CpuBackend(mpi, placement)
     if name == "cuda":
         from fcomm.backends.cuda import CudaBackend
 
-        return CudaBackend(mpi, device)
+        return CudaBackend(mpi, device, placement)
     raise ArgumentError(f"there is no backend {name!r}; use auto, cuda or cpu")
 
 
@@ -93,7 +95,8 @@ class Plan:
         self.protocol = proto
         self.pieces = _pieces(comm, proto, nbytes)
         aligned = aligned and not any((p.nbytes | p.stride | p.part) % ALIGNMENT for p in self.pieces)
-        spec = Specialisation(proto, element, comm.world_size, aligned, comm.dependent_launch)
+        launch, linked = comm.dependent_launch, comm.link is not None
+        spec = Specialisation(proto, element, comm.world_size, aligned, launch, linked)
         self.kernel = comm.backend.kernel(spec)
         most = proto.max_threads(comm.world_size)
         fitted = comm.selector.shape(proto, nbytes) if shape is None else None
@@ -118,8 +121,16 @@ class Plan:
         if fixed:
             comm._keep_grid(proto, channel, wanted, resident)
         self.params = comm.layout.params(
-            proto, comm.rank, comm.slabs, comm.backend.error_address(), channel, comm.timeout_s
+            proto,
+            comm.rank,
+            comm.slabs,
+            comm.backend.error_address(),
+            channel,
+            comm.timeout_s,
+            comm.link is not None,
+            comm.backend.control_address(),
         )
+        self.follow_link(comm)
         self.params["aligned"] = aligned
         self._bytes = self.params.view(np.uint8).data
 
@@ -127,6 +138,11 @@ class Plan:
         first, n = self.pieces[0], comm.world_size
         taken = first.part * n if self.protocol.collective == "reduce_scatter" else first.nbytes
         return default_shape(self.protocol, taken, n, comm.gpu)
+
+    def follow_link(self, comm: Communicator) -> None:
+        """Tells the kernel of the emulated link, if there is one, as it is now."""
+        if comm.link is not None:
+            comm.link.write(self.params, comm.ticks_per_us, comm.slab_bytes, comm.link_own_us)
 
     def launch(self, backend: Backend, src: View, dst: View, stream: Any) -> None:
         for piece in self.pieces:
@@ -218,6 +234,11 @@ class Communicator:
         before it reads a result or overwrites an input: kernels of other launches without the attribute do, kernels with
         it that never wait do not. Without effect below compute capability 9.0 and on the cpu backend (`no_dependent_launch` says why). Both take room for two grids of every rank;
         where ranks share a GPU, a call does not overlap the one before if their blocks differ and might not fit together.
+    placement : {"device", "host"}
+        Where slots lie: in device memory, which peers map, or in pinned host memory, which every rank reaches over its bus. The
+        latter is for GPUs without peer access, and for `ll` and `flag` only; everything else is refused with the reason.
+    link : Link or str, optional
+        Emulate a slower link between the ranks, for measurements: `fcomm.links`, docs/links.md. Results are the same.
     model : path or Model, optional
         Cost model that protocols are chosen by, the same on all ranks; "seed" for the coefficients of the package. Default:
         FCOMM_MODEL, else the one of this machine in the cache folder, else "seed".
@@ -241,6 +262,8 @@ class Communicator:
         dependent_launch: str = "none",
         model: str | Path | Model | None = None,
         device: int | None = None,
+        link: Link | str | None = None,
+        placement: str = "device",
     ) -> None:
         self.group: Group = as_group(group)
         if is_mpi(self.group):
@@ -248,7 +271,9 @@ class Communicator:
             self.group = self.group.Dup()
         self._closed = True
         try:
-            self._construct(backend, max_bytes, channels, checked, timeout_s, dependent_launch, model, device)
+            self._construct(
+                backend, max_bytes, channels, checked, timeout_s, dependent_launch, model, device, link, placement
+            )
         except BaseException:
             self._free_group()
             raise
@@ -263,35 +288,53 @@ class Communicator:
         dependent_launch: str,
         model: str | Path | Model | None,
         device: int | None,
+        link: Link | str | None,
+        placement: str,
     ) -> None:
         mpi = self.group
         self.rank, self.world_size = mpi.rank, mpi.size
 
-        def local() -> tuple[SlabLayout, float, bool]:
+        def local() -> tuple[SlabLayout, float, bool, Link | None]:
             if dependent_launch not in LAUNCHES:
                 raise ArgumentError(f"dependent_launch is one of {', '.join(LAUNCHES)}, not {dependent_launch!r}")
+            if placement not in PLACEMENTS:
+                raise ArgumentError(f"placement is one of {', '.join(PLACEMENTS)}, not {placement!r}")
             return (
                 SlabLayout(mpi.size, max_bytes, channels),
                 settings.timeout_s() if timeout_s is None else timeout_s,
                 checked or settings.checked(),
+                parse_link(link) if isinstance(link, str) else link,
             )
 
-        self.layout, self.timeout_s, self.checked = bootstrap.collectively(mpi, local)
+        self.layout, self.timeout_s, self.checked, self.link = bootstrap.collectively(mpi, local)
         name = bootstrap.collectively(mpi, lambda: backend if backend != "auto" else settings.backend())
         self._forced, self._plain = bootstrap.collectively(mpi, lambda: (settings.protocol(), settings.plain()))
-        told = (name, max_bytes, channels, self.checked, self._forced, self._plain, dependent_launch)
+        told = (
+            name,
+            max_bytes,
+            channels,
+            self.checked,
+            self._forced,
+            self._plain,
+            dependent_launch,
+            self.link,
+            placement,
+        )
         bootstrap.agree(mpi, told, "backend, sizes and settings")
         bootstrap.agree(
             mpi, bootstrap.collectively(mpi, sources), "the kernels (hash of their sources, registered encodings)"
         )
         bootstrap.check_node(mpi)
         name = resolve_backend(name, mpi)
-        made: Backend = bootstrap.collectively(mpi, lambda: _make_backend(name, mpi, device))
+        self.placement = placement
+        made: Backend = bootstrap.collectively(mpi, lambda: _make_backend(name, mpi, device, placement))
         bootstrap.collectively(mpi, made.prepare)
         self.backend: Backend = made
         every: list[frozenset[str]] = mpi.allgather(made.capabilities)
         self.capabilities = frozenset.intersection(*every)
         self.gpu = _smallest_share(mpi.allgather(made.describe()))
+        self.link_own_us = 0.0
+        self.ticks_per_us = 0.0 if self.link is None else bootstrap.collectively(mpi, made.ticks_per_us)
         self._model = models.agree(mpi, model, made)
         self._grids: dict[tuple[str, int], int] = {}
         self.slabs = made.allocate(self.layout)
@@ -306,6 +349,10 @@ class Communicator:
         self._closed = False
         hold(self)
         mpi.barrier()  # no one pushes before all slabs are cleared
+        if self.link is not None and self.backend.name == "cuda" and self.world_size > 1:
+            from fcomm import measure_links
+
+            self.link_own_us = measure_links.own_us(self)
 
     def _select(self, model: models.Origin) -> None:
         """Chooses protocols by that model from now on."""
@@ -627,6 +674,17 @@ class Communicator:
         """
         self._check_open()
         self._select(models.agree(self.group, model, self.backend))
+
+    def use_link(self, link: Link) -> None:
+        """Emulates another link from now on, prepared calls included (a captured graph keeps its own). To be called on all ranks
+        alike, for a communicator that was made with one.
+        """
+        self._check_open()
+        if self.link is None:
+            raise ArgumentError("this communicator's kernels have no emulated link: construct it with link=...")
+        self.link = link
+        for plan in self._plans.values():
+            plan.follow_link(self)
 
     def admitted(self, dtype: str, collective: str = "all_reduce") -> dict[str, str | None]:
         """Every protocol of a collective: None where it may run here, else the reason why not."""

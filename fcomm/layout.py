@@ -70,14 +70,18 @@ FIRST_CALL_WORD = 2
 """Their place in the argument, in words of 8 bytes."""
 
 
-def params_dtype(world_size: int) -> np.dtype[np.void]:
-    """The bytes of ``struct Params`` in ``kernels_cu/params.cuh`` for a world of that size."""
+LINK_DTYPE = np.dtype([("slab_bytes", "<u8"), ("cost", "<u8"), ("latency", "<u4"), ("reserved", "<u4")])
+
+
+def params_dtype(world_size: int, link: bool = False) -> np.dtype[np.void]:
+    """The bytes of ``struct Params`` in ``kernels_cu/params.cuh`` for a world of that size; link : with an emulated one."""
     return np.dtype(
         [("rank", "<u4"), ("scrub_from", "<u4"), ("control", "<u8")]
         + [(n, "<u8") for n in CALL_WORDS]
         + [("region", REGION_DTYPE, 2), ("slab", "<u8", world_size)]
         + [(n, "<u8") for n in ("error", "timeout_ns", "scrub_offset", "scrub_stride", "scrub_bytes")]
         + [(n, "<u4") for n in ("scrub_cells", "channel", "protocol", "aligned", "copies", "reserved")]
+        + ([("link", LINK_DTYPE)] if link else [])
     )
 
 
@@ -194,12 +198,23 @@ class SlabLayout:
         return words
 
     def params(
-        self, protocol: Protocol, rank: int, slabs: list[int], error_address: int, channel: int, timeout_s: float
+        self,
+        protocol: Protocol,
+        rank: int,
+        slabs: list[int],
+        error_address: int,
+        channel: int,
+        timeout_s: float,
+        link: bool = False,
+        control: int | None = None,
     ) -> np.ndarray[tuple[int], np.dtype[np.void]]:
-        """A kernel's argument with everything filled in but the call's own words."""
-        p = np.zeros(1, params_dtype(self.world_size))
+        """A kernel's argument with everything filled in but the call's own words and the link's.
+
+        control : address of this rank's control words; None: where they lie in its slab.
+        """
+        p = np.zeros(1, params_dtype(self.world_size, link))
         p["slab"] = slabs
-        p["control"] = slabs[rank] + self.control_offset(channel)
+        p["control"] = (slabs[rank] if control is None else control) + self.control_offset(channel)
         p["error"] = error_address + channel * ERROR_BYTES
         p["timeout_ns"] = int(timeout_s * 1e9)
         regions = self.regions(channel)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
     from fcomm import Communicator
+    from fcomm.group import Group
 
 T = TypeVar("T")
 
@@ -380,7 +381,7 @@ def _sentence(error: Exception) -> FcommError:
     return FcommError(f"{type(error).__name__}: {lines[0] if lines else 'no message'}")
 
 
-def together(mpi: MPI.Intracomm, step: Callable[[], T]) -> T:
+def together(mpi: Group, step: Callable[[], T]) -> T:
     """Runs a step that meets the other ranks nowhere but in kernels; if it fails on one, all raise alike.
 
     A rank that waits in vain for one that failed says so; what that one says comes first.

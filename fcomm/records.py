@@ -618,6 +618,11 @@ class Run:
     @property
     def taken_on(self) -> str:
         """One clause about the machine, for captions."""
+        told = self._taken_on() + (", slots in host memory" if self.request.get("placement") == "host" else "")
+        link = self.request.get("link")
+        return f"{told}, EMULATED LINK ({link})" if link else told
+
+    def _taken_on(self) -> str:
         p = self.provenance
         ranks = int(self.cases["ranks"].max()) if len(self.cases) else p.get("world_size", 0)
         several = "up to " if self.cases["ranks"].nunique() > 1 else ""
@@ -635,6 +640,14 @@ class Run:
             return f"{shared} on {gpus} {model} of {p.get('hostname', '?')}"
         through = "through MPS" if devices and devices[0].get("mps") else "without MPS"
         return f"{shared} sharing one {model} {through}"
+
+    @property
+    def one_way_us(self) -> float | None:
+        """Microseconds of the medium between two ranks, without the emulated link, if any; None where it was not measured. The
+        floor with its hops is ``floor_us + rounds * one_way_us``.
+        """
+        found = self.provenance.get("one_way_us")
+        return None if found is None else float(found)
 
     def for_figures(self) -> pd.DataFrame:
         """`latency`, where it may be shown and fitted; `RecordError` for a run without times, one that was time-sliced, and one

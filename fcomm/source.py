@@ -47,11 +47,14 @@ class Specialisation:
     """For arrays and messages at multiples of 16 bytes only (compiled in on GPUs; a host's kernel is told at run time)."""
     launch: str = "none"
     """The launch feature, one of `LAUNCHES` (a host's kernel is the same for all)."""
+    link: bool = False
+    """With an emulated link (``link.cuh``), whose latency and bandwidth the kernel is told at run time."""
 
     @property
     def name(self) -> str:
         name = f"{self.protocol.name}-{self.dtype.name}-n{self.world_size}{'' if self.aligned else '-any'}"
-        return name if self.launch == "none" else f"{name}-{self.launch}"
+        name = name if self.launch == "none" else f"{name}-{self.launch}"
+        return f"{name}-link" if self.link else name
 
     def root_text(self) -> str:
         """The few lines that include a kernel and instantiate it."""
@@ -65,6 +68,7 @@ class Specialisation:
                 f"#define FC_ALIGNED {int(self.aligned)}",
                 f"#define FC_TRIGGER {LAUNCHES.index(self.launch)}",
                 f"#define FC_MAX_THREADS {self.protocol.max_threads(self.world_size)}",
+                *(["#define FC_LINK 1"] if self.link else []),
                 *(f'#include "{h}"' for h in headers),
                 *(line for e in dict.fromkeys(self.protocol.encodings) for line in claims(e)),
                 f"FC_KERNEL((fc::{self.protocol.algorithm.kernel}<{arguments}>))",

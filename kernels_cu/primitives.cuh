@@ -7,10 +7,26 @@
 #pragma once
 #include "params.cuh"
 
+// With an emulated link (link.cuh) the words that it holds back are `raw`, and it has words of the same names.
+#if FC_LINK
+#define FC_LINK_RAW_BEGIN namespace raw {
+#define FC_LINK_RAW_END   }
+#define FC_LINK_BEGIN(p)  fc::link_begin(p)
+#define FC_RAW            raw::
+#else
+#define FC_LINK_RAW_BEGIN
+#define FC_LINK_RAW_END
+#define FC_LINK_BEGIN(p) (void)0
+#define FC_RAW
+#endif
+
 #if defined(FC_CPU)
 // Here and not in the two headers below: sources are flattened, and each file stands once.
 #include "cpu/arithmetic.hpp"
 #if defined(FC_SIM)
+#if FC_LINK
+#error "the simulator has delays of its own: no emulated link there"
+#endif
 #include "sim/primitives.hpp"
 #else
 #include "cpu/primitives.hpp"
@@ -36,6 +52,7 @@ struct alignas(16) Cell {
 // ---- evidence-carrying accesses -------------------------------------------------------------------------------------
 // One 128-bit STRONG.SYS instruction each (tests/unit/test_machine_code.py reads the cubin). 16-byte single-copy
 // atomicity is not in PTX's formal model; it rests on libcu++'s documented 16-byte loads and stores and on the link.
+FC_LINK_RAW_BEGIN
 FC_DEVICE Cell ld_relaxed_sys(const Cell* p) {
   Cell c;
   asm volatile("ld.relaxed.sys.global.v4.b32 {%0,%1,%2,%3}, [%4];"
@@ -66,13 +83,14 @@ FC_DEVICE void st_release_sys(u32* p, u32 v) {
   asm volatile("st.release.sys.global.b32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
 
-// Orders what this thread has seen, by relaxed loads, before what it stores from here on, for whoever sees that.
-FC_DEVICE void fence_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
-
 // A 128-byte line is eight lanes' cells, written and read by one instruction of eight converged lanes. `mask` names the
 // lanes; the host version needs it to order the lanes, here the instruction itself is the line (assumption A2).
 FC_DEVICE void st_relaxed_sys_line(Cell* p, Cell c, u32 /*mask*/) { st_relaxed_sys(p, c); }
 FC_DEVICE Cell ld_relaxed_sys_line(const Cell* p, u32 /*mask*/) { return ld_relaxed_sys(p); }
+FC_LINK_RAW_END
+
+// Orders what this thread has seen, by relaxed loads, before what it stores from here on, for whoever sees that.
+FC_DEVICE void fence_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
 // ---- rank-local words -----------------------------------------------------------------------------------------------
 // Relaxed at GPU scope: the words are shared by the blocks of one grid, and grids are ordered by the kernel boundary.
@@ -191,6 +209,12 @@ FC_DEVICE u64 now_ns() {
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
   return t;
 }
+// This SM's clock, which a block never leaves; SMs agree in its rate and not in its time. Rate: measure/pairs.cuh.
+FC_DEVICE u32 ticks() {
+  u32 t;
+  asm volatile("mov.u32 %0, %%clock;" : "=r"(t)::"memory");
+  return t;
+}
 // The value, computed here and kept in a register. Without it the compiler works addresses out anew wherever they are used,
 // in every round of a poll too, from parameters whose loads take as long as ten instructions.
 FC_DEVICE u64 pinned(u64 v) {
@@ -229,7 +253,9 @@ FC_DEVICE void launch_wait() {
 }
 constexpr u32 kLineCells = 8;   // cells that lie in one line of memory; blocks have a multiple of it in threads
 FC_DEVICE void spin_pause() {}  // a spinning warp costs its own issue slots only
+FC_LINK_RAW_BEGIN
 FC_DEVICE void block_barrier() { __syncthreads(); }
+FC_LINK_RAW_END
 // The late trigger of a thread, behind its last store of the output.
 FC_DEVICE void late_trigger() {
 #if FC_TRIGGER == 1
@@ -245,7 +271,12 @@ FC_DEVICE void group_sync(u32 mask) { __syncwarp(mask); }
 
 #define FC_KERNEL(call)                                                                                             \
   extern "C" __global__ void __launch_bounds__(FC_MAX_THREADS, 1) fc_kernel(const __grid_constant__ fc::Params p) { \
+    FC_LINK_BEGIN(p);                                                                                               \
     call(p);                                                                                                        \
   }
 
+#endif
+
+#if FC_LINK
+#include "link.cuh"
 #endif

@@ -30,7 +30,8 @@ import fcomm.layout
 from fcomm import checks, cost_model, models, provenance
 from fcomm.cost_model import Model
 from fcomm.dtypes import REDUCIBLE
-from fcomm.errors import DisagreementError, FcommError, HangError, ModelError
+from fcomm.errors import ArgumentError, DisagreementError, FcommError, HangError, ModelError
+from fcomm.links import Link
 from fcomm.protocols import HOPPER, V2_PUSH_UP_TO, Protocol
 from fcomm.source import source_hash
 
@@ -1133,6 +1134,61 @@ def the_path_is_logged_once_for_each_size_class(comm: fcomm.Communicator) -> Non
     starts = [f"all_reduce up to {size} among {comm.world_size} ranks: " for size in ("4 KiB", "8 KiB")]
     assert all(any(text.startswith(start) for text in texts[1:]) for start in starts), texts
     assert all(text.startswith(tuple(starts)) and "seed coefficients" in text for text in texts[1:]), texts
+
+
+# ---- other media ------------------------------------------------------------------------------------------------------
+
+
+@case
+def slots_in_host_memory(comm: fcomm.Communicator) -> None:
+    """ll and flag run there with the same bits; everything else is refused, and says why."""
+    with make(comm, placement="host") as other:
+        dtype = DTYPES[0]
+        for p in fcomm.protocols().values():
+            if p.collective != "all_reduce" or p.algorithm.forms is not None:
+                continue
+            if p.encodings and all(e.name in ("ll", "flag") for e in p.encodings):
+                for k, count in enumerate((1, 1001, 40000)):  # the last one in two pieces
+                    reduce_once(other, p.name, dtype, count, (60, k), in_place=k == 1)
+            elif p.encodings or "atomic4" in p.needs:
+                with refused("slots in host memory are for ll and flag"):
+                    reduce_once(other, p.name, dtype, 1000, (61,))
+        for name in ("all_gather.ll", "all_gather.flag"):
+            gather_once(other, name, [random_bytes((62,), r, 1000) for r in range(comm.world_size)])
+        reduce_once(other, "barrier.two_shot", dtype, 1001, (62,))
+        reduce_once(other, "auto", dtype, 500, (63,))
+        assert other.backend.describe()["placement"] == "host"
+        other.reset()
+        for k in range(5):
+            reduce_once(other, "two_shot.ll", dtype, 3000, (64, k))
+    same = same_error(comm, ArgumentError, placement="disk")
+    assert "placement is one of device, host, not 'disk'" in same, same
+
+
+@case
+def an_emulated_link_changes_no_bit(comm: fcomm.Communicator) -> None:
+    """And the time of a call is at least what the link makes of it."""
+    if comm.world_size == 1 or (comm.backend.name == "cpu" and comm.world_size > 2):
+        return  # nothing goes over a link; each kernel is compiled for it anew
+    with make(comm, link="latency_us=400") as other:
+        for name, hops in (("one_shot.ll", 1), ("two_shot.ll128", 2)):
+            for k, count in enumerate((1, 1001)):
+                reduce_once(other, name, DTYPES[0], count, (65, k))
+            x, out = other.from_host(np.ones(64, np.float32)), other.from_host(np.ones(64, np.float32))
+            call = other.prepare("all_reduce", x, out, protocol=name)
+            call()
+            other.backend.synchronize()
+            comm.mpi.Barrier()
+            start = time.perf_counter()
+            call()
+            other.backend.synchronize()
+            assert time.perf_counter() - start >= hops * 390e-6, name
+        other.use_link(Link(0.0, 10.0))
+        reduce_once(other, "one_shot.ll", DTYPES[0], 1000, (66,))
+    with refused("no emulated link", "link=..."):
+        comm.use_link(Link(1.0))
+    same = same_error(comm, ArgumentError, link="fast")
+    assert "'fast' is not a link" in same, same
 
 
 # ---- running the table ----------------------------------------------------------------------------------------------

@@ -84,6 +84,9 @@ class Backend(Protocol):
     def allocate(self, layout: SlabLayout) -> list[int]:
         """Collective: makes this rank's slab, cleared, and returns the address of every rank's slab."""
 
+    def control_address(self) -> int:
+        """Address, for kernels, of this rank's control words (`SlabLayout.control_offset` apart for each channel)."""
+
     def error_address(self) -> int:
         """Address, for kernels, of this rank's error records (one for each channel)."""
 
@@ -107,6 +110,12 @@ class Backend(Protocol):
 
     def kernel(self, spec: Specialisation) -> Kernel:
         """Compiles a specialisation, or finds it compiled."""
+
+    def compile(self, name: str, text: str) -> Kernel:
+        """Loads a kernel of whatever source that is whole; for measurements."""
+
+    def ticks_per_us(self) -> float:
+        """Rate of the clock that kernels with an emulated link read, on this rank and now."""
 
     def launch(self, kernel: Any, shape: LaunchShape, params: NDArray[np.void], stream: Any) -> None:
         """Starts a grid on a stream. `params` is copied before this returns."""

@@ -35,6 +35,7 @@ from fcomm.errors import ArgumentError, SetupError
 from fcomm.group import Group
 from fcomm.layout import CONTROL_BYTES, CONTROL_DTYPE, ERROR_DTYPE, SlabLayout
 from fcomm.source import Specialisation
+from fcomm.topology import HOST_CAPABILITIES
 
 T = TypeVar("T")
 
@@ -51,6 +52,8 @@ FLAGS = (
     "-fvisibility=hidden",
 )
 MAX_FIBERS = 2048
+TICKS_PER_US = 1000 / 64
+"""Of ``ticks()`` in ``kernels_cu/cpu/primitives.hpp``."""
 
 
 @cache
@@ -226,11 +229,13 @@ class CpuBackend:
 
     name = "cpu"
 
-    def __init__(self, mpi: Group) -> None:
+    def __init__(self, mpi: Group, placement: str = "device") -> None:
         self._mpi = mpi
-        self.capabilities = _capabilities()
+        self._placement = placement
+        # Slabs are in host memory as it is: being asked for that admits what it would admit with GPUs.
+        self.capabilities = HOST_CAPABILITIES if placement == "host" else _capabilities()
         self._memory: mmap.mmap | None = None
-        self._kernels: dict[tuple[str, str, int], CpuKernel] = {}
+        self._kernels: dict[tuple[str, str, int, bool], CpuKernel] = {}
 
     def prepare(self) -> None:
         """What can fail on one rank alone, before anything collective."""
@@ -246,6 +251,9 @@ class CpuBackend:
         self._errors = np.zeros(layout.channels, ERROR_DTYPE)
         self.reset(layout)
         return bases
+
+    def control_address(self) -> int:
+        return int(self._slab.ctypes.data)
 
     def error_address(self) -> int:
         return int(self._errors.ctypes.data)
@@ -281,10 +289,16 @@ class CpuBackend:
 
     def kernel(self, spec: Specialisation) -> CpuKernel:
         spec = replace(spec, aligned=True)  # one kernel for both: it is told at run time
-        key = (spec.protocol.name, spec.dtype.name, spec.world_size)
+        key = (spec.protocol.name, spec.dtype.name, spec.world_size, spec.link)
         if key not in self._kernels:
             self._kernels[key] = CpuKernel(build(spec))
         return self._kernels[key]
+
+    def compile(self, name: str, text: str) -> CpuKernel:
+        return CpuKernel(build_text(f"#define FC_CPU 1\n{text}", name))
+
+    def ticks_per_us(self) -> float:
+        return TICKS_PER_US
 
     def launch(self, kernel: CpuKernel, shape: LaunchShape, params: NDArray[np.void], stream: Any) -> None:
         if kernel.run(params.ctypes.data, shape.blocks, shape.threads) != 0:
@@ -345,6 +359,7 @@ class CpuBackend:
             "cores": len(os.sched_getaffinity(0)),
             "compiler": _compiler_identity(),
             "emulation": True,
+            **({"placement": "host"} if self._placement == "host" else {}),
         }
 
     def close(self) -> None:

@@ -29,7 +29,9 @@ FC_DEVICE u32 pinned(u32 v) { return v; }
 FC_DEVICE void launch_wait() {}
 FC_DEVICE void late_trigger() {}
 FC_DEVICE void spin_pause() { fc_cpu::next_fiber(); }
+FC_LINK_RAW_BEGIN
 FC_DEVICE void block_barrier() { fc_cpu::wait_at(fc_cpu::self().block->gate, fc_cpu::self().block->live); }
+FC_LINK_RAW_END
 FC_DEVICE fc_cpu::Warp& warp() { return fc_cpu::self().block->warps[fc_cpu::self().thread / fc_cpu::kWarp]; }
 FC_DEVICE void group_sync(u32 mask) {
   fc_cpu::wait_at(warp().gate[__builtin_ctz(mask)], unsigned(__builtin_popcount(mask)));
@@ -55,10 +57,13 @@ FC_DEVICE u64 now_ns() {
   clock_gettime(CLOCK_MONOTONIC, &t);
   return u64(t.tv_sec) * 1000000000ull + u64(t.tv_nsec);
 }
+// 64 ns each: an emulated link is as much slower as the emulation is.
+FC_DEVICE u32 ticks() { return u32(now_ns() >> 6); }
 
 // ---- evidence-carrying accesses -------------------------------------------------------------------------------------
 // 16 bytes in one access: aligned 16-byte vector moves are atomic on x86-64 with AVX, ldp/stp on aarch64 with LSE2
 // (fcomm/backends/cpu.py admits 16-byte encodings only where the processor says so).
+FC_LINK_RAW_BEGIN
 #if defined(__x86_64__)
 FC_DEVICE Cell ld_relaxed_sys(const Cell* p) {
   __m128 v;
@@ -87,7 +92,6 @@ FC_DEVICE u32 ld_relaxed_sys(const u32* p) { return __atomic_load_n(p, __ATOMIC_
 FC_DEVICE void st_relaxed_sys(u32* p, u32 v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
 FC_DEVICE u32 ld_acquire_sys(const u32* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
 FC_DEVICE void st_release_sys(u32* p, u32 v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
-FC_DEVICE void fence_sys() { __atomic_thread_fence(__ATOMIC_ACQ_REL); }
 
 // No host instruction writes 128 bytes untorn, so a line is emulated: payload first and the flag's cell last, behind a
 // release; reading, the flag's cell first, then an acquire. The lanes meet in between.
@@ -111,6 +115,8 @@ FC_DEVICE Cell ld_relaxed_sys_line(const Cell* p, u32 mask) {
   if (!flag_lane) c = ld_relaxed_sys(p);
   return c;
 }
+FC_LINK_RAW_END
+FC_DEVICE void fence_sys() { __atomic_thread_fence(__ATOMIC_ACQ_REL); }
 
 // ---- rank-local words -----------------------------------------------------------------------------------------------
 struct EpochWords {
@@ -120,7 +126,7 @@ FC_DEVICE EpochWords ld_epoch(const Control* c) {
   const u64 v = __atomic_load_n(reinterpret_cast<const u64*>(c), __ATOMIC_RELAXED);
   return EpochWords{u32(v), u32(v >> 32)};
 }
-FC_DEVICE Cell ld_relaxed_gpu(const Cell* p) { return ld_relaxed_sys(p); }
+FC_DEVICE Cell ld_relaxed_gpu(const Cell* p) { return FC_RAW ld_relaxed_sys(p); }
 FC_DEVICE u32 ld_relaxed_gpu(const u32* p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
 FC_DEVICE void st_relaxed_gpu(u32* p, u32 v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
 FC_DEVICE u64 ld_relaxed_gpu(const u64* p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
@@ -167,7 +173,10 @@ struct FloatMode {
 }  // namespace fc
 
 #define FC_KERNEL(call)                                                                                 \
-  static void fc_body(const void* p) { call(*static_cast<const fc::Params*>(p)); }                      \
+  static void fc_body(const void* p) {                                                                  \
+    FC_LINK_BEGIN(*static_cast<const fc::Params*>(p));                                                  \
+    call(*static_cast<const fc::Params*>(p));                                                           \
+  }                                                                                                     \
   extern "C" __attribute__((visibility("default"))) int fc_launch(const fc::Params* p, unsigned blocks, \
                                                                   unsigned threads) {                   \
     fc::FloatMode mode;                                                                                 \

@@ -112,6 +112,47 @@ def mixture(comm: fcomm.Communicator, calls: int, seed: int) -> list[tuple[str, 
     return [(*pairs[(k + seed) % len(pairs)], int(rng.choice([1, 33, 500, 2880, 9001]))) for k in range(calls)]
 
 
+@case
+def graphs_with_slots_in_host_memory(comm: fcomm.Communicator) -> None:
+    """Replays, a hang in between, and what the backend says of itself; eager calls are in the table of all backends."""
+    if comm.world_size == 1:
+        return
+    with fcomm.Communicator(comm.mpi, backend="cuda", max_bytes=1 << 16, timeout_s=2, placement="host") as other:
+        calls = [
+            (name, "bfloat16", count)
+            for name in ("one_shot.ll", "two_shot.ll", "one_shot.flag", "two_shot.flag")
+            for count in (1, 500, 9001)
+        ]
+        graph = Captured(other, calls, seed=77)
+        for k in range(20):
+            graph.replay(k)
+        if comm.rank != 0:
+            with ranks.refused("gave up waiting for rank"):
+                other.all_reduce(other.from_host(np.ones(100, np.float32)), protocol="one_shot.ll")
+                other.backend.synchronize()
+                other.check()
+        other.reset()
+        graph.replay(20)
+        assert other.backend.describe()["placement"] == "host"
+
+
+@case
+def an_emulated_link_is_as_slow_as_asked(comm: fcomm.Communicator) -> None:
+    """A ping-pong under emulation, beside one without; experiments.links accuracy measures it with more care."""
+    from fcomm.links import Link
+    from fcomm.measure_links import Medium
+
+    if comm.world_size == 1 or comm.backend.describe()["time_sliced"]:
+        return
+    real = float(np.median(Medium(comm).one_way_us()))
+    with fcomm.Communicator(comm.mpi, backend="cuda", max_bytes=1 << 16, link="latency_us=2") as other:
+        added = float(np.median(Medium(other).one_way_us())) - real
+        assert abs(added / 2 - 1) < 0.05, (real, added)
+        other.use_link(Link(5))
+        added = float(np.median(Medium(other).one_way_us())) - real
+        assert abs(added / 5 - 1) < 0.05, (real, added)
+
+
 # ---- set-up ---------------------------------------------------------------------------------------------------------
 
 
