@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fcomm.layout import SlabLayout
 from fcomm.source import MAX_THREADS, Specialisation
+
+if TYPE_CHECKING:
+    from fcomm.epilogue import Separate
 
 
 @dataclass(frozen=True)
@@ -105,14 +108,19 @@ class Backend(Protocol):
     def write_slab(self, offset: int, content: NDArray[np.uint8]) -> None:
         """Overwrites part of this rank's slab: how a test plants old evidence. Nothing may be running."""
 
-    def kernel(self, spec: Specialisation) -> Kernel:
-        """Compiles a specialisation, or finds it compiled."""
+    def kernel(self, spec: Specialisation | Separate) -> Kernel:
+        """Compiles a specialisation, or an epilogue's own kernel, or finds it compiled."""
 
     def default_shape(self, cells: int, most: int = MAX_THREADS) -> LaunchShape:
         """Launch shape for that many cells when nobody asked for one; not clamped to what is resident."""
 
     def launch(self, kernel: Any, shape: LaunchShape, params: NDArray[np.void], stream: Any) -> None:
         """Starts a grid on a stream. `params` is copied before this returns."""
+
+    def launch_once(
+        self, kernel: Any, shape: LaunchShape, params: NDArray[np.void], stream: Any, dependent: bool = False
+    ) -> None:
+        """Starts a kernel that is no collective, and takes no epoch; `params` is copied before this returns."""
 
     def use_dependent_launch(self) -> str | None:
         """Lets grids begin while the one before them in the stream ends, from now on; returns why not, or None."""

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from filelock import FileLock
@@ -33,6 +33,9 @@ from fcomm.errors import ArgumentError, SetupError
 from fcomm.group import Group
 from fcomm.layout import CONTROL_BYTES, CONTROL_DTYPE, ERROR_DTYPE, SlabLayout
 from fcomm.source import MAX_THREADS, Specialisation
+
+if TYPE_CHECKING:
+    from fcomm.epilogue import Separate
 
 T = TypeVar("T")
 
@@ -102,7 +105,7 @@ def _compile(source: Path, name: str, flags: tuple[str, ...]) -> Path:
     return made
 
 
-def build(spec: Specialisation, defines: tuple[str, ...] = ()) -> Path:
+def build(spec: Specialisation | Separate, defines: tuple[str, ...] = ()) -> Path:
     """Compiles a specialisation to a shared library, or finds it on disk."""
     text = "#define FC_CPU 1\n" + "".join(f"#define {d}\n" for d in defines) + spec.text()
     return build_text(text, spec.name)
@@ -211,7 +214,7 @@ class CpuBackend:
         self._mpi = mpi
         self.capabilities = _capabilities()
         self._memory: mmap.mmap | None = None
-        self._kernels: dict[tuple[str, str, int], CpuKernel] = {}
+        self._kernels: dict[str, CpuKernel] = {}
 
     def prepare(self) -> None:
         """What can fail on one rank alone, before anything collective."""
@@ -260,12 +263,11 @@ class CpuBackend:
     def write_slab(self, offset: int, content: NDArray[np.uint8]) -> None:
         self._slab[offset : offset + content.size] = content
 
-    def kernel(self, spec: Specialisation) -> CpuKernel:
+    def kernel(self, spec: Specialisation | Separate) -> CpuKernel:
         spec = replace(spec, aligned=True)  # one kernel for both: it is told at run time
-        key = (spec.protocol.name, spec.dtype.name, spec.world_size)
-        if key not in self._kernels:
-            self._kernels[key] = CpuKernel(build(spec))
-        return self._kernels[key]
+        if spec.name not in self._kernels:
+            self._kernels[spec.name] = CpuKernel(build(spec))
+        return self._kernels[spec.name]
 
     def default_shape(self, cells: int, most: int = MAX_THREADS) -> LaunchShape:
         return cpu_shape(cells)
@@ -273,6 +275,11 @@ class CpuBackend:
     def launch(self, kernel: CpuKernel, shape: LaunchShape, params: NDArray[np.void], stream: Any) -> None:
         if kernel.run(params.ctypes.data, shape.blocks, shape.threads) != 0:
             raise SetupError(f"no memory for the stacks of {shape.blocks * shape.threads} threads")
+
+    def launch_once(
+        self, kernel: CpuKernel, shape: LaunchShape, params: NDArray[np.void], stream: Any, dependent: bool = False
+    ) -> None:
+        self.launch(kernel, shape, params, stream)
 
     def use_dependent_launch(self) -> str | None:
         return "the cpu backend runs one grid after the other"

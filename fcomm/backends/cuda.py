@@ -27,6 +27,8 @@ from fcomm.source import MAX_THREADS, OPTIONS, Specialisation, flatten
 if TYPE_CHECKING:
     from types import ModuleType
 
+    from fcomm.epilogue import Separate
+
 T = TypeVar("T")
 
 PROBE_OFFSET = 2048
@@ -522,7 +524,7 @@ class CudaBackend:
 
     # ---- kernels ----------------------------------------------------------------------------------------------------
 
-    def kernel(self, spec: Specialisation) -> CudaKernel:
+    def kernel(self, spec: Specialisation | Separate) -> CudaKernel:
         key = spec.name
         found = self._kernels.get(key)
         if found is None:
