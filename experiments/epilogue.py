@@ -210,7 +210,9 @@ class GraphStretches(Stretches):
         shape = backend.default_shape(-(-nbytes // 16))
         text = measure_cuda.floor_text(comm.world_size, True, shape.threads, comm.dependent_launch)
         kernel = backend.compile(measure.FLOOR, text)
-        shape = LaunchShape(min(shape.blocks, kernel.max_blocks(shape.threads)), shape.threads)
+        # A filler that is let in while an all-reduce still polls takes the room of that rank's second grid, and no more.
+        room = kernel.max_blocks(shape.threads) // (1 if comm.dependent_launch == "none" else 2)
+        shape = LaunchShape(max(1, min(shape.blocks, room)), shape.threads)
         self._fillers = []
         for source, target in self._pairs():
             params = np.zeros(1, params_dtype(comm.world_size))

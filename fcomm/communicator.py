@@ -171,7 +171,13 @@ class SeparatePlan:
         aligned = aligned and src.nbytes % ALIGNMENT == 0
         made = Separate(fused, element, comm.world_size, aligned, comm.dependent_launch)
         _check_shape(wanted, made.max_threads)
-        self.shape, self.kernel = wanted, comm.backend.kernel(made)
+        self.kernel = comm.backend.kernel(made)
+        self.shape = wanted
+        if (
+            comm.dependent_launch != "none"
+        ):  # let in while a collective's grid still polls: in the room of the second grid
+            room = self.kernel.max_blocks(wanted.threads) // (2 * comm.layout.channels)
+            self.shape = LaunchShape(max(1, min(wanted.blocks, room)), wanted.threads)
         self.params = np.zeros(1, params_dtype(comm.world_size, epilogue=True))
         self.params["nbytes"], self.params["aligned"], self.params["copies"] = src.nbytes, aligned, 1
         self._write = operands.writer(self.params, element.itemsize)
