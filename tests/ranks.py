@@ -1162,9 +1162,11 @@ def epilogues_have_the_bits_of_separate_kernels(comm: fcomm.Communicator) -> Non
     if comm.world_size not in (1, *FEW):
         return
     dtype = "bfloat16" if "bfloat16" in DTYPES else float_dtype()
-    fused_once(comm, "auto", dtype, 5, 1000, (70,))
+    fused_once(comm, "one_shot.ll", dtype, 5, 1000, (70,))
     fused_once(comm, "auto", dtype, 5, 1000, (71,), in_place=True)
-    fused_once(comm, "auto", dtype, 37, 1000, (72,))  # more than a slot takes: in pieces of whole rows
+    fused_once(
+        comm, "one_shot.ll", dtype, 37, 1000, (72,), in_place=True
+    )  # more than a slot takes: in pieces of whole rows
     if comm.world_size > 1:
         elementwise_once(comm, "two_shot.ll", dtype, 1003, (73,))
         with make(comm, timeout_s=0.3) as victim:
@@ -1217,12 +1219,12 @@ def _hang_of_rows(comm: fcomm.Communicator, dtype: str) -> None:
         residual=x, residual_out=comm.from_host(comm.to_host(x)), weight=x[0], epsilon=1e-6
     )
     if comm.rank > 0:
-        with refused(f"rank {comm.rank} gave up waiting for rank 0", "10000 bytes"):
-            comm.all_reduce(x, epilogue=epilogue)
+        with refused(f"rank {comm.rank} gave up waiting for rank 0", "one_shot.ll", f"{x.nbytes} bytes"):
+            comm.all_reduce(x, protocol="one_shot.ll", epilogue=epilogue)
             comm.backend.synchronize()
             comm.check()
     comm.reset()
-    fused_once(comm, "auto", dtype, 5, 1000, (78,))
+    fused_once(comm, "one_shot.ll", dtype, 5, 1000, (78,))
 
 
 def elementwise_once(comm: fcomm.Communicator, name: str, dtype: str, count: int, seed: tuple[int, ...]) -> None:
