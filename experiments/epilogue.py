@@ -216,7 +216,7 @@ class GraphStretches(Stretches):
         self._fillers = []
         for source, target in self._pairs():
             params = np.zeros(1, params_dtype(comm.world_size))
-            params["in"], params["out"] = source.data.ptr, target.data.ptr
+            params["in"], params["out"] = backend.view(source).address, backend.view(target).address
             params["nbytes"], params["copies"], params["aligned"] = nbytes, 1, 1
             self._fillers.append(partial(backend.launch_once, kernel, shape, params, self.stream.ptr, dependent=True))
 
