@@ -109,6 +109,7 @@ class Epilogue:
                 '#include "epilogue/values.cuh"',
                 "namespace fc {",
                 "struct Epilogue {",
+                f"  static constexpr bool kByRow = {str(self.by_row).lower()};",
                 f"  static constexpr int kReads = {len(self.reads)}, kColumns = {len(self.row_vectors)};",
                 "  template <class Values>",
                 "  static FC_DEVICE void apply(Values& values) {",

@@ -1,6 +1,6 @@
 // Epilogues: what a small device function does with the reduced values while they are still in registers.
 //
-// An epilogue is a struct with kReads, kColumns, kWrites and a function template apply(values), which fcomm/epilogue.py writes
+// An epilogue is a struct with kByRow, kReads, kColumns and a function template apply(values), which fcomm/epilogue.py writes
 // around a caller's lines. It sees reduced values as all-reduce would have stored them, rounded to the element type, and so
 // does each step of it what it returns: the bits are those of separate kernels that hand arrays to each other.
 #pragma once
@@ -49,6 +49,7 @@ class Values {
   // the block call it.
   template <class F>
   FC_DEVICE f32 sum(const F& f) {
+    static_assert(E::kByRow, "sums are over whole rows: declare the epilogue with by_row=True");
     float leaf[kCells];
 #pragma unroll
     for (u32 k = 0; k < kCells; k++) {

@@ -181,6 +181,15 @@ def test_a_mistake_is_told_with_its_line(nvrtc: None) -> None:
         compile_specialisation(spec, "sm_90")
 
 
+def test_a_sum_that_has_no_row_is_told(nvrtc: None) -> None:
+    """It would wait for threads that never come."""
+    spec = Specialisation(
+        protocol("one_shot.ll"), FLOAT32, 2, fused=Fused(Epilogue("wrong", "values.sum([](f32 x) { return x; });"))
+    )
+    with pytest.raises(SetupError, match="by_row=True"):
+        compile_specialisation(spec, "sm_90")
+
+
 @pytest.mark.parametrize(
     "name",
     [
