@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 MOST_CELLS = 8
 """Cells of a row that one thread may hold."""
 WARP = 32
-WIDE_RANKS = 4
-"""Up to so many ranks, 64 registers do for a thread with one cell of a row: blocks of 1,024 threads, or two of 512 on an SM."""
+WIDE_RANKS = 8
+"""Up to so many ranks, 64 registers do for a thread with one cell of a row, but for a few words from 7 ranks on: so a row of 1,024
+cells has a thread for each, which poll all at once, and two blocks of 512 fit on an SM."""
 ROW_GRANULE = 16
 """Rows are multiples of so many bytes: a row's sum is a tree over its 16-byte pieces."""
 
