@@ -56,9 +56,8 @@ def test_shipped_protocols_violate_nothing(shipped: Kernels, name: str) -> None:
     assert tally.schedules == 2 * BATCH
 
 
-@pytest.mark.parametrize("name", ["one_shot.ll", "one_shot.lamport"])
-def test_an_epilogue_over_rows_violates_nothing(shipped: Kernels, name: str) -> None:
-    tally = Tally(protocol(name), 2, NVLINK, rows=True)
+def test_an_epilogue_over_rows_violates_nothing(shipped: Kernels) -> None:
+    tally = Tally(protocol("one_shot.lamport"), 2, NVLINK, rows=True)
     search(tally, shipped, BATCH)
     assert tally.found is None, "\n".join(story(tally.found))
     assert tally.schedules == BATCH
@@ -94,6 +93,7 @@ edit = [{ file = "algo/one_shot_rows.cuh", old = "record(p, 1, cells)", new = "r
 """
 
 
+@pytest.mark.full
 def test_mutants_of_rows_are_caught(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "rows.toml").write_text(ROWS_MUTANTS)
     assert run(["verify", "--mutants", str(tmp_path / "rows.toml")]) == 0
