@@ -53,10 +53,45 @@ def reduce_reference(xs: Sequence[NDArray[Any]]) -> NDArray[Any]:
         acc = first.astype(np.float32)
         for x in xs[1:]:
             acc = acc + np.asarray(x).astype(np.float32)
-        out = acc.astype(first.dtype)
+    return rounded(acc, first.dtype)
+
+
+def rounded(x: NDArray[np.float32], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """The array in another float type, to nearest even, its NaNs canonical."""
+    with np.errstate(all="ignore"):
+        out = x.astype(dtype)
     flat = out.reshape(-1)
-    flat.view(f"u{flat.dtype.itemsize}")[np.isnan(acc.reshape(-1))] = CANONICAL_NAN[flat.dtype.itemsize]
+    flat.view(f"u{flat.dtype.itemsize}")[np.isnan(x.reshape(-1))] = CANONICAL_NAN[flat.dtype.itemsize]
     return out
+
+
+def tree_sum(terms: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Sums over the last axis as an epilogue's `values.sum` adds them: neighbours, then neighbouring sums, and so on; what a power
+    of two has more than there are terms counts as zeros.
+    """
+    count = terms.shape[-1]
+    more = (1 << (count - 1).bit_length()) - count
+    level = np.concatenate([terms, np.zeros((*terms.shape[:-1], more), np.float32)], axis=-1)
+    with np.errstate(all="ignore"):
+        while level.shape[-1] > 1:
+            level = level[..., 0::2] + level[..., 1::2]
+        total: NDArray[np.float32] = level[..., 0] + np.float32(0)
+    return total
+
+
+def add_residual(x: NDArray[Any], residual: NDArray[Any]) -> NDArray[Any]:
+    """What `epilogue.add_residual` makes of x: the sum in float32, rounded to x's type."""
+    with np.errstate(all="ignore"):
+        return rounded(x.astype(np.float32) + residual.astype(np.float32), x.dtype)
+
+
+def rms_norm(x: NDArray[Any], weight: NDArray[Any], epsilon: float) -> NDArray[Any]:
+    """What `epilogue.rms_norm` makes of x: rows are the last axis, all in float32, rounded to x's type once."""
+    wide = x.astype(np.float32)
+    with np.errstate(all="ignore"):
+        mean = tree_sum(wide * wide) / np.float32(x.shape[-1])
+        scale = np.float32(1) / np.sqrt(mean + np.float32(epsilon))
+        return rounded(wide * scale[..., None] * weight.astype(np.float32), x.dtype)
 
 
 def as_sent(name: str, x: NDArray[Any]) -> NDArray[Any]:

@@ -85,6 +85,15 @@ struct Params {
 #if FC_LINK
   Link link;
 #endif
+#ifdef FC_EPILOGUE
+  // What an epilogue is given beside the sums (fcomm/epilogue.py fills it in). Only kernels that have one know of it.
+  struct {
+    u64 array[8];  // addresses: what it reads, its row vectors, what it writes; from the launch's first row or element on
+    u64 first;     // index of the launch's first element in the message
+    u32 columns;  // elements of a row
+    float scalar[5];
+  } epilogue;
+#endif
 };
 
 }  // namespace fc

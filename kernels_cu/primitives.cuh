@@ -185,6 +185,26 @@ FC_DEVICE float add_rn(float a, float b) {
   asm("add.rn.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
   return r;
 }
+#define FC_BINARY(name, instruction)                            \
+  FC_DEVICE float name(float a, float b) {                      \
+    float r;                                                    \
+    asm(instruction " %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b)); \
+    return r;                                                   \
+  }
+FC_BINARY(sub_rn, "sub.rn.f32")
+FC_BINARY(mul_rn, "mul.rn.f32")
+FC_BINARY(div_rn, "div.rn.f32")
+#undef FC_BINARY
+FC_DEVICE float sqrt_rn(float a) {
+  float r;
+  asm("sqrt.rn.f32 %0, %1;" : "=f"(r) : "f"(a));
+  return r;
+}
+FC_DEVICE bool less(float a, float b) {
+  u32 r;
+  asm("set.lt.u32.f32 %0, %1, %2;" : "=r"(r) : "f"(a), "f"(b));
+  return r != 0;
+}
 FC_DEVICE float bits_to_float(u32 b) { return __uint_as_float(b); }
 FC_DEVICE u32 float_to_bits(float f) { return __float_as_uint(f); }
 FC_DEVICE float half_to_float(u16 h) {
@@ -266,6 +286,41 @@ FC_DEVICE u32 lane_id() { return threadIdx.x & 31u; }
 FC_DEVICE u32 group_any(u32 mask, u32 predicate) { return __any_sync(mask, predicate); }
 FC_DEVICE u32 group_all(u32 mask, u32 predicate) { return __all_sync(mask, predicate); }
 FC_DEVICE void group_sync(u32 mask) { __syncwarp(mask); }
+
+// Whether all threads of the block that have not returned say yes; a barrier of the block as well.
+FC_DEVICE bool block_all(const Params&, bool yes) { return __syncthreads_and(yes); }
+
+// Sum of one leaf for each of the block's kCells x blockDim.x places, of which thread t has t, t + blockDim.x, ...: the binary
+// tree over the places, so that the order is a property of the places alone. Absent places count as zeros, which changes no
+// sum but -0. All threads of the block call it, in turns that count up, and all get the sum.
+template <u32 kCells>
+FC_DEVICE float block_tree_sum(const Params&, const float (&leaf)[kCells], u32 turn) {
+  static_assert((kCells & (kCells - 1)) == 0, "a tree of pairs");
+  __shared__ float of_warps[2][32 * kCells];  // in turn: a warp may come to the next sum while another reads this one's
+  float* const part = of_warps[turn & 1u];
+#pragma unroll
+  for (u32 k = 0; k < kCells; k++) {
+    float v = leaf[k];
+#pragma unroll
+    for (u32 m = 1; m < 32; m *= 2) v = add_rn(v, __shfl_xor_sync(0xffffffffu, v, m));
+    if (lane_id() == 0) part[(k * blockDim.x + threadIdx.x) / 32] = v;
+  }
+  FC_RAW block_barrier();
+  float v[kCells];
+#pragma unroll
+  for (u32 k = 0; k < kCells; k++) {
+    const u32 warp = lane_id() * kCells + k;
+    v[k] = warp < kCells * blockDim.x / 32 ? part[warp] : 0.0f;
+  }
+#pragma unroll
+  for (u32 m = 1; m < kCells; m *= 2) {
+#pragma unroll
+    for (u32 k = 0; k < kCells; k += 2 * m) v[k] = add_rn(v[k], v[k + m]);
+  }
+#pragma unroll
+  for (u32 m = 1; m < 32; m *= 2) v[0] = add_rn(v[0], __shfl_xor_sync(0xffffffffu, v[0], m));
+  return add_rn(0.0f, v[0]);
+}
 
 }  // namespace fc
 

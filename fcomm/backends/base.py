@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fcomm.layout import SlabLayout
 from fcomm.source import MAX_THREADS, Specialisation
+
+if TYPE_CHECKING:
+    from fcomm.epilogue import Separate
 
 
 @dataclass(slots=True)  # not frozen, which takes three times as long to make; two are made in every call
@@ -108,8 +111,8 @@ class Backend(Protocol):
     def write_slab(self, offset: int, content: NDArray[np.uint8]) -> None:
         """Overwrites part of this rank's slab: how a test plants old evidence. Nothing may be running."""
 
-    def kernel(self, spec: Specialisation) -> Kernel:
-        """Compiles a specialisation, or finds it compiled."""
+    def kernel(self, spec: Specialisation | Separate) -> Kernel:
+        """Compiles a specialisation, or an epilogue's own kernel, or finds it compiled."""
 
     def compile(self, name: str, text: str) -> Kernel:
         """Loads a kernel of whatever source that is whole; for measurements."""
@@ -119,6 +122,14 @@ class Backend(Protocol):
 
     def launch(self, kernel: Any, shape: LaunchShape, params: NDArray[np.void], stream: Any) -> None:
         """Starts a grid on a stream. `params` is copied before this returns."""
+
+    def launch_once(
+        self, kernel: Any, shape: LaunchShape, params: NDArray[np.void], stream: Any, dependent: bool = False
+    ) -> None:
+        """Starts a kernel that is no collective, and takes no epoch; `params` is copied before this returns."""
+
+    def may_follow(self, kernel: Any, shape: LaunchShape, stream: Any) -> bool:
+        """Whether such a kernel may be let in while the collective ahead of it in the stream still waits for peers."""
 
     def use_dependent_launch(self) -> str | None:
         """Lets grids begin while the one before them in the stream ends, from now on; returns why not, or None."""

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from filelock import FileLock
@@ -36,6 +36,9 @@ from fcomm.group import Group
 from fcomm.layout import CONTROL_BYTES, CONTROL_DTYPE, ERROR_DTYPE, SlabLayout
 from fcomm.source import Specialisation
 from fcomm.topology import HOST_CAPABILITIES
+
+if TYPE_CHECKING:
+    from fcomm.epilogue import Separate
 
 T = TypeVar("T")
 
@@ -107,7 +110,7 @@ def _compile(source: Path, name: str, flags: tuple[str, ...]) -> Path:
     return made
 
 
-def build(spec: Specialisation, defines: tuple[str, ...] = ()) -> Path:
+def build(spec: Specialisation | Separate, defines: tuple[str, ...] = ()) -> Path:
     """Compiles a specialisation to a shared library, or finds it on disk."""
     text = "#define FC_CPU 1\n" + "".join(f"#define {d}\n" for d in defines) + spec.text()
     return build_text(text, spec.name)
@@ -235,7 +238,7 @@ class CpuBackend:
         # Slabs are in host memory as it is: being asked for that admits what it would admit with GPUs.
         self.capabilities = HOST_CAPABILITIES if placement == "host" else _capabilities()
         self._memory: mmap.mmap | None = None
-        self._kernels: dict[tuple[str, str, int, bool], CpuKernel] = {}
+        self._kernels: dict[str, CpuKernel] = {}
 
     def prepare(self) -> None:
         """What can fail on one rank alone, before anything collective."""
@@ -287,12 +290,11 @@ class CpuBackend:
     def write_slab(self, offset: int, content: NDArray[np.uint8]) -> None:
         self._slab[offset : offset + content.size] = content
 
-    def kernel(self, spec: Specialisation) -> CpuKernel:
+    def kernel(self, spec: Specialisation | Separate) -> CpuKernel:
         spec = replace(spec, aligned=True)  # one kernel for both: it is told at run time
-        key = (spec.protocol.name, spec.dtype.name, spec.world_size, spec.link)
-        if key not in self._kernels:
-            self._kernels[key] = CpuKernel(build(spec))
-        return self._kernels[key]
+        if spec.name not in self._kernels:
+            self._kernels[spec.name] = CpuKernel(build(spec))
+        return self._kernels[spec.name]
 
     def compile(self, name: str, text: str) -> CpuKernel:
         return CpuKernel(build_text(f"#define FC_CPU 1\n{text}", name))
@@ -303,6 +305,14 @@ class CpuBackend:
     def launch(self, kernel: CpuKernel, shape: LaunchShape, params: NDArray[np.void], stream: Any) -> None:
         if kernel.run(params.ctypes.data, shape.blocks, shape.threads) != 0:
             raise SetupError(f"no memory for the stacks of {shape.blocks * shape.threads} threads")
+
+    def launch_once(
+        self, kernel: CpuKernel, shape: LaunchShape, params: NDArray[np.void], stream: Any, dependent: bool = False
+    ) -> None:
+        self.launch(kernel, shape, params, stream)
+
+    def may_follow(self, kernel: CpuKernel, shape: LaunchShape, stream: Any) -> bool:
+        return False
 
     def use_dependent_launch(self) -> str | None:
         return "the cpu backend runs one grid after the other"

@@ -30,6 +30,8 @@ from fcomm.source import MAX_THREADS, OPTIONS, Specialisation, flatten
 if TYPE_CHECKING:
     from types import ModuleType
 
+    from fcomm.epilogue import Separate
+
 T = TypeVar("T")
 log = logging.getLogger("fcomm")
 
@@ -617,7 +619,7 @@ class CudaBackend:
 
     # ---- kernels ----------------------------------------------------------------------------------------------------
 
-    def kernel(self, spec: Specialisation) -> CudaKernel:
+    def kernel(self, spec: Specialisation | Separate) -> CudaKernel:
         key = spec.name
         found = self._kernels.get(key)
         if found is None:
@@ -710,6 +712,29 @@ class CudaBackend:
             self._dependent(packed, kernel, shape, stream, True)
         else:
             self._independent(packed, kernel, shape, stream)
+
+    def may_follow(self, kernel: CudaKernel, shape: LaunchShape, stream: int) -> bool:
+        """Whether a kernel that is no collective may be let in by the triggers of the collective ahead of it in the stream: it
+        waits for that one's end, and holds the room that it got meanwhile. On a GPU that ranks share both must fit.
+
+        The collective behind it is no matter: it is let in when this kernel is past its wait.
+        """
+        if self._launch_dependent is None:
+            return False
+        channels = len(self._ahead)
+        if self.ranks_here == 1 and channels == 1:
+            return True
+        after = (shape.blocks, kernel.per_sm(shape.threads))
+        for last, ahead in zip(self._last, self._ahead, strict=True):
+            if last != stream:
+                continue
+            if ahead is None or (ahead.captured and not _capturing(stream)):
+                return False
+            if not fit_together(
+                self.sms, (ahead.shape.blocks, ahead.kernel.per_sm(ahead.shape.threads)), after, channels
+            ):
+                return False
+        return True
 
     def _dependent(self, packed: _Packed, kernel: CudaKernel, shape: LaunchShape, stream: int, overlap: bool) -> None:
         at = packed.configured(shape, stream)

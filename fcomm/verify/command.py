@@ -13,7 +13,7 @@ from fcomm.cli import listed, target
 from fcomm.errors import ArgumentError, NotAdmittedError
 from fcomm.protocols import Protocol, protocol, protocols
 from fcomm.verify import mutants, page
-from fcomm.verify.cases import Kernels
+from fcomm.verify.cases import NORM, Kernels
 from fcomm.verify.search import BATCH, Counterexample, Tally, exhaust, search, shrink
 from fcomm.verify.words import headline, story
 
@@ -40,6 +40,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--force", action="store_true", help="run protocols on links that they are not admitted for")
     parser.add_argument("--seed", type=int, default=0, help="first schedule (default 0); with --schedules 1, that one")
     parser.add_argument("--trace", action="store_true", help="show every event of a counterexample, not the last ones")
+    parser.add_argument(
+        "--rows", action="store_true", help="with an epilogue that needs whole rows: protocols that can have one"
+    )
     parser.add_argument(
         "--exhaustive", type=int, metavar="DEPARTURES", nargs="?", const=3,
         help="2 ranks, 2 units, 4 calls: all schedules with so many departures (default 3) from the plain one",
@@ -100,6 +103,8 @@ def main(options: argparse.Namespace, ranks: list[int] | None, names: list[str])
         raise ArgumentError(f"--calls {options.calls}: at least one")
     if options.seed < 0:
         raise ArgumentError(f"--seed {options.seed}: not negative")
+    if options.rows and (options.exhaustive is not None or options.mutants is not None or options.page):
+        raise ArgumentError("--rows is for searches: leave out --exhaustive, --mutants and --page")
     links = [sim.link(name) for name in listed(options.link, "--link")]
     end = None if options.seconds is None else time.monotonic() + options.seconds
     if options.mutants is not None:
@@ -108,6 +113,11 @@ def main(options: argparse.Namespace, ranks: list[int] | None, names: list[str])
         target(Path(options.page), "--page")
         return page.write(Path(options.page), options.schedules, options.seed, Progress())
     wanted = [protocol(name) for name in names] if names else every()
+    if options.rows:
+        for why in (NORM.refusal(p) for p in wanted if names):
+            if why is not None:
+                raise NotAdmittedError(f"--rows: {why}")
+        wanted = [p for p in wanted if NORM.refusal(p) is None]
     covered: list[Tally] = []
     try:
         return _search(options, wanted, ranks or list(RANKS), links, end, covered, named=bool(names))
@@ -152,7 +162,7 @@ def _search(
                         )
                     print(f"{proto.name}, {n} ranks, {link.name}: refused, {reason}")
                     continue
-                tally = Tally(proto, n, link, options.seed)
+                tally = Tally(proto, n, link, options.seed, rows=options.rows)
                 covered.append(tally)
 
                 def tick(t: Tally) -> None:
@@ -183,11 +193,12 @@ def _report(options: argparse.Namespace, t: Tally, kernels: Kernels) -> bool:
     print(f"{head}: {headline(found)}")
     if found.seed is not None:
         calls = f" --calls {options.calls}" if options.calls else ""
+        rows = " --rows" if t.rows else ""
         force = " --force" if options.force else ""
         sequential = " --sequential" if options.sequential else ""
         print(
             f"after {t.schedules} schedules; again: python -m fcomm verify --protocol {t.protocol.name} --ranks {t.ranks} "
-            f"--link {t.link.name}{calls}{force}{sequential} --seed {found.seed} --schedules 1"
+            f"--link {t.link.name}{calls}{rows}{force}{sequential} --seed {found.seed} --schedules 1"
         )
     if options.trace:
         shown, label = found, "the schedule"

@@ -52,6 +52,35 @@ FC_DEVICE u32 group_any(u32 mask, u32 predicate) { return group_count(mask, pred
 FC_DEVICE u32 group_all(u32 mask, u32 predicate) {
   return group_count(mask, predicate) == u32(__builtin_popcount(mask));
 }
+// Memory that the threads of a block share, kLeaves words for each of them. All threads of a rank run on one OS thread, and
+// all grids ask for the same, so what one block has there stays while others come.
+constexpr u32 kLeaves = 8;
+FC_DEVICE u32* block_words() {
+  static thread_local fc_cpu::Arena shared;
+  const size_t words = size_t(blockDim.x) * kLeaves;
+  char* base = shared.reserve(gridDim.x * words * sizeof(u32));
+  if (!base) abort();
+  return reinterpret_cast<u32*>(base) + blockIdx.x * words;
+}
+FC_DEVICE bool block_all(const Params&, bool yes) {
+  u32* votes = block_words();
+  votes[threadIdx.x] = yes;
+  FC_RAW block_barrier();
+  bool all = true;
+  for (u32 t = 0; t < blockDim.x; t++) all = all && votes[t];
+  FC_RAW block_barrier();  // before anyone votes again
+  return all;
+}
+template <u32 kCells>
+FC_DEVICE float block_tree_sum(const Params&, const float (&leaf)[kCells], u32) {
+  static_assert(kCells <= kLeaves, "more leaves than block_words() has room for");
+  float* leaves = reinterpret_cast<float*>(block_words());
+  for (u32 k = 0; k < kCells; k++) leaves[k * blockDim.x + threadIdx.x] = leaf[k];
+  FC_RAW block_barrier();
+  const float sum = add_rn(0.0f, tree_sum(leaves, kCells * blockDim.x));
+  FC_RAW block_barrier();  // before anyone writes the next one's
+  return sum;
+}
 FC_DEVICE u64 now_ns() {
   timespec t;
   clock_gettime(CLOCK_MONOTONIC, &t);
