@@ -32,6 +32,7 @@ from fcomm.errors import RecordError
 from fcomm.measure import STAGING
 from fcomm.protocols import protocols
 from fcomm.sizes import format_size
+from fcomm.variants import SHIPPED
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -140,7 +141,7 @@ def read(runs: Sequence[Run], mode: str | None = None) -> Table:
             raise RecordError(f"{run.path} is of another machine or placement than {first.path}: fit them apart")
         if run.provenance.get("source_hash") != first.provenance.get("source_hash"):
             raise RecordError(f"{run.path} was taken with other kernels than {first.path}: fit them apart")
-        cases = run.cases
+        cases = run.cases[run.cases["variant"] == SHIPPED]
         modes = list(dict.fromkeys(cases["mode"]))
         mode = mode or ("graph" if "graph" in modes else modes[0])
         registered = protocols()

@@ -31,6 +31,7 @@ from fcomm.measure import (
     weighted_interval,
 )
 from fcomm.source import LAUNCHES
+from fcomm.variants import SHIPPED
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -412,7 +413,7 @@ def caption(run: Run, frame: pd.DataFrame) -> str:
             )
         else:
             said.append("No point is masked as being about the L2.")
-    asked = run.cases[(run.cases["ranks"] > 1) & (run.cases["protocol"] != FLOOR)]
+    asked = run.cases[(run.cases["ranks"] > 1) & (run.cases["protocol"] != FLOOR) & (run.cases["variant"] == SHIPPED)]
     for column in ("collective", "mode", "dtype", "dependent_launch"):
         asked = asked[asked[column].isin(set(frame[column]))]
     lost = asked[~asked["status"].isin(["measured", "refused"])]

@@ -18,6 +18,7 @@ from fcomm.measure import ARRAY, COPY, STAGING, Case
 from fcomm.protocols import GpuShare, protocol, protocols
 from fcomm.sizes import format_size, parse_size
 from fcomm.source import LAUNCHES
+from fcomm.variants import ABLATIONS, SHIPPED
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
 GPU_LAUNCHES = ("none", "late")
@@ -72,6 +73,8 @@ class Request:
     """Percent of the SMs that a rank may use, where ranks share a GPU through MPS."""
     shapes: str = ""
     """Launch shapes, of SHAPES. Empty: a search on GPUs where the budget has room for it."""
+    variants: tuple[str, ...] = (SHIPPED,)
+    """How kernels are compiled, of `fcomm.variants`."""
 
     def resolved(self, backend: str) -> Request:
         """With what was left open - modes, launch features, calls, shapes - as that backend has it by default."""
@@ -151,6 +154,12 @@ def parser() -> argparse.ArgumentParser:
         choices=SHAPES,
         help="launch shapes: default; search: others are tried at a few sizes, and those that gain are measured beside the "
         f"default (search on GPUs with a budget of {SEARCH_FROM_S:.0f}s or more, else default)",
+    )
+    p.add_argument(
+        "--variants",
+        metavar="LIST",
+        help="; ".join(f"{v.name}: {v.meaning}" for v in ABLATIONS.values())
+        + "; of the protocols that have them (shipped)",
     )
     p.add_argument("--backend", choices=("auto", "cpu", "cuda"), help="auto: cuda where there is a GPU (auto)")
     p.add_argument(
@@ -293,7 +302,19 @@ def build_request(args: argparse.Namespace, started: int) -> Request:
         inputs=_list("--inputs", args.inputs, INPUTS),
         share=args.share,
         shapes=args.shapes or "",
+        variants=_variants(args.variants, names, collectives),
     )
+
+
+def _variants(text: str | None, names: Sequence[str], collectives: Sequence[str]) -> tuple[str, ...]:
+    """The variants that were asked for; each must be one of some protocol that was."""
+    found = _list("--variants", text, list(ABLATIONS)) or (SHIPPED,)
+    asked = [p for p in protocols().values() if p.collective in collectives and (not names or p.name in names)]
+    for name in found:
+        refusals = [ABLATIONS[name].refusal(p) for p in asked]
+        if None not in refusals:
+            raise ArgumentError(f"--variants {name!r}: none of these protocols has it: {refusals[0]}")
+    return found
 
 
 def candidates(
@@ -318,10 +339,14 @@ def candidates(
     for name in names:
         for mode in request.modes:
             for launch in request.launches if launches is None else launches:
-                case = Case(collective, name, dtype, nbytes, n, mode, None, launch)
-                reason = case.refusal(capabilities, gpu)
-                if reason is None or request.protocols:
-                    found |= {replace(case, input=where): reason for where in _inputs(request, case, gpu)}
+                for variant in request.variants:
+                    case = Case(collective, name, dtype, nbytes, n, mode, None, launch, variant=variant)
+                    form = case.form(gpu)
+                    if form is not None and case.kind.refusal(form) is not None:  # there is no such kernel
+                        continue
+                    reason = case.refusal(capabilities, gpu)
+                    if reason is None or request.protocols:
+                        found |= {replace(case, input=where): reason for where in _inputs(request, case, gpu)}
     return found
 
 

@@ -41,7 +41,7 @@ from experiments.request import (
     dry_run,
     parser,
 )
-from experiments.tables import latency_csv, nccl_table, rows, summary_tables
+from experiments.tables import latency_csv, nccl_table, rows, summary_tables, variant_table
 from fcomm import Communicator, bootstrap, measure, provenance, records, settings
 from fcomm.dtypes import BYTES, REDUCIBLE
 from fcomm.errors import ArgumentError, DeviceError, FcommError, NotAdmittedError, RecordError
@@ -49,6 +49,7 @@ from fcomm.measure import FLOOR, Case
 from fcomm.protocols import GpuShare, protocols
 from fcomm.sizes import format_size
 from fcomm.source import Specialisation
+from fcomm.variants import SHIPPED
 
 T = TypeVar("T")
 
@@ -106,34 +107,36 @@ class _Buffers:
 class Communicators:
     """The communicators of one rank count: one for each launch feature, and one more wherever one cannot serve.
 
-    A baseline whose kernel counts by the block keeps to one grid on a communicator, so each grid of its own has another.
+    A baseline whose kernel counts by the block keeps to one grid on a communicator, so each grid of its own has another. So
+    has each variant of our kernels.
     """
 
-    def __init__(self, make: Callable[[str], Communicator]) -> None:
+    def __init__(self, make: Callable[[str, str], Communicator]) -> None:
         self._make = make
-        self._made: dict[tuple[str, int | None], Communicator] = {}
+        self._made: dict[tuple[str, int | None, str], Communicator] = {}
 
     def launch(self, name: str) -> Communicator:
         """The one with a launch feature. Collective where it is made."""
-        return self._get(name, None)
+        return self._get(name, None, SHIPPED)
 
     def of(self, case: Case) -> Communicator:
         """The one that runs the case. Collective where it is made, and by all ranks in the same order."""
         blocks = None if case.shape is None else search.fixed_blocks(case, self.first.gpu)
-        return self._get(case.dependent_launch, blocks)
+        return self._get(case.dependent_launch, blocks, case.variant)
 
-    def _get(self, launch: str, blocks: int | None) -> Communicator:
-        if (launch, blocks) not in self._made:
-            self._made[launch, blocks] = self._make(launch)
-        return self._made[launch, blocks]
+    def _get(self, launch: str, blocks: int | None, variant: str) -> Communicator:
+        key = launch, blocks, variant
+        if key not in self._made:
+            self._made[key] = self._make(launch, variant)
+        return self._made[key]
 
     def drop(self, launch: str) -> None:
         """Leaves out a launch feature that turned out not to be there."""
-        del self._made[launch, None]
+        del self._made[launch, None, SHIPPED]
 
     @property
     def launches(self) -> list[str]:
-        return [launch for launch, blocks in self._made if blocks is None]
+        return [launch for launch, blocks, variant in self._made if blocks is None and variant == SHIPPED]
 
     @property
     def first(self) -> Communicator:
@@ -169,6 +172,8 @@ class Surveyed:
     blocks: int = 0
     threads: int = 0
     planned: int = 0
+    bits: dict[str, int] = field(default_factory=dict)
+    """What its order of summation does to bits, where that is not fixed (`measure.order_in_bits`)."""
 
 
 @dataclass
@@ -262,7 +267,7 @@ class Sweep:
                             form = case.form(comm.gpu)
                             if why is None and form is not None:
                                 element = BYTES if form.algorithm.moves_bytes else REDUCIBLE[dtype]
-                                spec = Specialisation(form, element, n, aligned, case.dependent_launch)
+                                spec = Specialisation(form, element, n, aligned, case.dependent_launch, case.variant)
                                 specs[spec.name] = spec
         jobs: list[Callable[[], object]] = [partial(backend.kernel, spec) for spec in specs.values()]
         if not self.cuda:
@@ -281,7 +286,7 @@ class Sweep:
         options: dict[str, Any] = {"timeout_s": HANG_S} if self.cuda and "FCOMM_TIMEOUT_S" not in os.environ else {}
         with ExitStack() as stack:
 
-            def make(launch: str) -> Communicator:
+            def make(launch: str, variant: str) -> Communicator:
                 return stack.enter_context(
                     Communicator(
                         self.subs[n],
@@ -289,6 +294,7 @@ class Sweep:
                         max_bytes=max(self.request.sizes),
                         dependent_launch=launch,
                         model="seed",  # no fitted launch shapes: the default of a protocol is what its authors set
+                        variant=variant,
                         **options,
                     )
                 )
@@ -368,6 +374,7 @@ class Sweep:
     def _expected_bytes(self) -> int:
         r = self.request
         points = len(r.sizes) * len(r.dtypes) * len(r.modes) * len(r.launches) * max(len(r.protocols), len(protocols()))
+        points *= len(r.variants)
         # 19 bytes a row in the stream, as many again at most in Parquet; a figure and tables. Few cases are in doubt for long.
         calls = min(r.calls, 4 * measure.LEAST)
         return 4 << 20 | points * sum(r.ranks) * calls * 2 * 19
@@ -536,15 +543,19 @@ class Sweep:
         data = [measure.Dataset(comms.first, (*seed, k), first, forms) for k in range(measure.DATASETS)]
         wrong, more = measure.verify(mpi, bound, data)
         failed |= more
-        seconds, more = measure.call_seconds(mpi, [b for b in bound if b.case not in failed and not wrong[b.case]])
+        seconds, more = measure.call_seconds(mpi, [b for b in bound if b.case not in failed and wrong[b.case] <= 0])
+        failed |= more
+        unfixed = [b for b in bound if not b.case.kind.exact and b.case not in failed]
+        counted, more = measure.order_in_bits(mpi, unfixed, data)
         failed |= more
         for b in bound:
             s = surveyed[b.case]
             if b.case not in failed:
                 s.blocks, s.threads = measure.grid(b.comm, b.case, b.x, b.out)
-            s.wrong, s.checked_calls, s.cost_s = wrong[b.case], measure.CHECKED_CALLS, seconds.get(b.case, 0.0)
+            s.wrong, s.cost_s, s.bits = wrong[b.case], seconds.get(b.case, 0.0), counted.get(b.case, {})
+            s.checked_calls = measure.CHECKED_CALLS if b.case.kind.checked else 0
         for case, s in surveyed.items():
-            if s.wrong:
+            if s.wrong > 0:
                 s.status, s.reason = "wrong", f"{s.wrong} elements of {measure.CHECKED_CALLS} calls were wrong"
             if case in failed:
                 # What the communicator does not take - a grid that has no room here, say - was never launched.
@@ -633,6 +644,7 @@ class Sweep:
             "status": s.status,
             "reason": s.reason,
             "l2_gbps": place.l2_gbps,
+            **s.bits,
             "emulated": any(bool(d.get("emulation")) for d in devices),
             "time_sliced": any(bool(d.get("time_sliced")) for d in devices) and n > 1,
         }
@@ -865,6 +877,13 @@ class Sweep:
         from experiments import plots
 
         kept = []
+        if run.latency["variant"].nunique() > 1:
+            text = variant_table(run)
+            print(f"\n{text}")
+            self.recorder.save("variants.md", f"{text}\n".encode())
+            kept.append("variants.md")
+        if not (run.latency["variant"] == SHIPPED).any():
+            return kept
         for name, text in summary_tables(run).items():
             print(f"\n{text}")
             self.recorder.save(name, f"{text}\n".encode())
@@ -897,7 +916,7 @@ def _points(cases: Iterable[Surveyed]) -> dict[Any, list[Surveyed]]:
 def _floors(found: Sequence[Surveyed]) -> list[Surveyed]:
     """The floor of each case that is timed in graphs: one for each grid and launch feature of a point."""
     wanted = {
-        replace(s.case, protocol=FLOOR, shape=(s.blocks, s.threads), input=measure.ARRAY): None
+        replace(s.case, protocol=FLOOR, shape=(s.blocks, s.threads), input=measure.ARRAY, variant=SHIPPED): None
         for s in found
         if s.case.mode == "graph" and s.status == "measured" and s.blocks
     }
@@ -916,7 +935,7 @@ def _remarks(run: records.Run) -> Iterator[str]:
     for status, what in shown.items():
         cases = run.cases[run.cases["status"] == status]
         for reason, of_it in cases.groupby("reason", sort=False):
-            listed = [f"{c['protocol']} {format_size(c['nbytes'])} {c['dtype']} on {c['ranks']}" for c in rows(of_it)]
+            listed = [f"{_named(c)} {format_size(c['nbytes'])} {c['dtype']} on {c['ranks']}" for c in rows(of_it)]
             more = f" and {len(listed) - 6} more" if len(listed) > 6 else ""
             yield f"# {what} ({reason}): {', '.join(listed[:6])}{more}"
     measured = run.cases[run.cases["status"] == "measured"]
@@ -927,6 +946,10 @@ def _remarks(run: records.Run) -> Iterator[str]:
         yield f"# {len(cut)} cases have fewer calls than planned: the machine was slower than when asked, and rounds were left out"
 
 
+def _named(c: Mapping[str, Any]) -> str:
+    return str(c["protocol"] if c["variant"] == SHIPPED else f"{c['protocol']} {c['variant']}")
+
+
 def _cases_by_number(run: records.Run) -> dict[int, Case]:
     return {int(c["case"]): Case.from_columns(c) for c in rows(run.cases)}
 
@@ -934,7 +957,7 @@ def _cases_by_number(run: records.Run) -> dict[int, Case]:
 OPTIONS = {
     "sizes": "sizes", "ranks": "ranks", "dtypes": "dtypes", "protocols": "protocols", "modes": "modes", "calls": "calls",
     "budget": "budget_s", "seed": "seed", "collective": "collectives", "launch": "launches", "inputs": "inputs",
-    "shapes": "shapes", "share": "share",
+    "shapes": "shapes", "share": "share", "variants": "variants",
 }  # fmt: skip
 """Options that describe a run, with the field of its request that each one sets."""
 

@@ -22,6 +22,8 @@ from fcomm.protocols import CELL_BYTES, GpuShare, Protocol, protocols, shard_byt
 from fcomm.selector import AUTO, Selector
 from fcomm.sizes import format_size
 from fcomm.source import LAUNCHES, MAX_THREADS, Specialisation
+from fcomm.variants import SHIPPED
+from fcomm.variants import variant as variant_called
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -91,7 +93,7 @@ class Plan:
         self.pieces = _pieces(comm, proto, nbytes)
         aligned = aligned and not any((p.nbytes | p.stride | p.part) % ALIGNMENT for p in self.pieces)
         self.kernel = comm.backend.kernel(
-            Specialisation(proto, element, comm.world_size, aligned, comm.dependent_launch)
+            Specialisation(proto, element, comm.world_size, aligned, comm.dependent_launch, comm.variant)
         )
         most = proto.max_threads(comm.world_size)
         fitted = comm.selector.shape(proto, nbytes) if shape is None else None
@@ -234,6 +236,8 @@ class Communicator:
         FCOMM_MODEL, else the one of this machine in the cache folder, else "seed".
     device : int, optional
         CUDA device of this rank; default: the current one if that is not the first, else one for each rank in turn.
+    variant : str
+        For experiments: compile every kernel as that variant (`fcomm.variants`). Calls then name their protocol.
 
     Raises
     ------
@@ -252,6 +256,7 @@ class Communicator:
         dependent_launch: str = "none",
         model: str | Path | Model | None = None,
         device: int | None = None,
+        variant: str = SHIPPED,
     ) -> None:
         self.group: Group = as_group(group)
         if is_mpi(self.group):
@@ -259,7 +264,7 @@ class Communicator:
             self.group = self.group.Dup()
         self._closed = True
         try:
-            self._construct(backend, max_bytes, channels, checked, timeout_s, dependent_launch, model, device)
+            self._construct(backend, max_bytes, channels, checked, timeout_s, dependent_launch, model, device, variant)
         except BaseException:
             self._free_group()
             raise
@@ -274,6 +279,7 @@ class Communicator:
         dependent_launch: str,
         model: str | Path | Model | None,
         device: int | None,
+        variant: str,
     ) -> None:
         mpi = self.group
         self.rank, self.world_size = mpi.rank, mpi.size
@@ -281,6 +287,7 @@ class Communicator:
         def local() -> tuple[SlabLayout, float, bool]:
             if dependent_launch not in LAUNCHES:
                 raise ArgumentError(f"dependent_launch is one of {', '.join(LAUNCHES)}, not {dependent_launch!r}")
+            variant_called(variant)
             return (
                 SlabLayout(mpi.size, max_bytes, channels),
                 settings.timeout_s() if timeout_s is None else timeout_s,
@@ -290,7 +297,8 @@ class Communicator:
         self.layout, self.timeout_s, self.checked = bootstrap.collectively(mpi, local)
         name = bootstrap.collectively(mpi, lambda: backend if backend != "auto" else settings.backend())
         self._forced, self._plain = settings.protocol(), settings.plain()
-        told = (name, max_bytes, channels, self.checked, self._forced, self._plain, dependent_launch)
+        self.variant = variant
+        told = (name, max_bytes, channels, self.checked, self._forced, self._plain, dependent_launch, variant)
         bootstrap.agree(mpi, told, "backend, sizes and settings")
         bootstrap.check_node(mpi)
         name = resolve_backend(name, mpi)
@@ -438,6 +446,10 @@ class Communicator:
     def _chosen(self, collective: str, src: View, name: str) -> Protocol:
         if collective != "all_gather" and src.dtype not in REDUCIBLE:
             raise ArgumentError(f"dtype {src.dtype} cannot be reduced; use one of {', '.join(REDUCIBLE)}")
+        if self.variant != SHIPPED and self.selector.name_for(collective, name) == AUTO:
+            raise ArgumentError(
+                f"a communicator of the variant {self.variant} chooses no protocol: name one in the call"
+            )
         return self.selector.choose(collective, src.nbytes, src.dtype, name)
 
     def _log_choice(self, collective: str, nbytes: int, name: str, plan: Plan) -> None:

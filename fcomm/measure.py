@@ -25,6 +25,7 @@ from fcomm import checks
 from fcomm.dtypes import REDUCIBLE
 from fcomm.errors import DeviceError, FcommError, HangError
 from fcomm.protocols import HOPPER, GpuShare, Protocol, protocols
+from fcomm.variants import SHIPPED, Variant, variant
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -39,6 +40,8 @@ COPY = "copy"
 FLOOR = "floor"
 """A kernel that moves the input to the output and communicates nothing: a case's name for it, in `protocol`."""
 CHECKED_CALLS = 4
+NOT_CHECKED = -1
+"""In place of a number of wrong elements."""
 DATASETS = 4
 """More than an encoding has copies of a slot (3): a call that read any earlier call's data is always seen."""
 
@@ -63,6 +66,13 @@ class Case:
     dependent_launch: str = "none"
     input: str = ARRAY
     """Where the input lies: an array of the caller's, or the staging buffer, where peers pull it from as it is."""
+    variant: str = SHIPPED
+    """How its kernels are compiled: see `fcomm.variants`."""
+
+    @property
+    def kind(self) -> Variant:
+        """What its variant promises."""
+        return variant(self.variant)
 
     @property
     def point(self) -> tuple[str, str, int, int]:
@@ -96,7 +106,9 @@ class Case:
         if self.collective == "reduce_scatter" and self.count % self.ranks:
             return f"{self.count} elements are no equal parts for {self.ranks} ranks"
         form = self.form(gpu)
-        return None if form is None else form.refusal(self.dtype, self.ranks, capabilities, self.nbytes)
+        if form is None:
+            return None
+        return form.refusal(self.dtype, self.ranks, capabilities, self.nbytes) or self.kind.refusal(form)
 
     def columns(self, gpu: GpuShare | None = None) -> dict[str, Any]:
         """The counted facts of the case, as columns of `records.CASES`."""
@@ -111,6 +123,7 @@ class Case:
             "mode": self.mode,
             "dependent_launch": self.dependent_launch,
             "input": self.input,
+            "variant": self.variant,
             "shape": "" if self.shape is None else f"{self.shape[0]}x{self.shape[1]}",
             "ranks": self.ranks,
             "dtype": self.dtype,
@@ -134,6 +147,7 @@ class Case:
             (int(blocks), int(threads)) if blocks else None,
             row["dependent_launch"],
             row["input"],
+            row["variant"],
         )
 
 
@@ -322,6 +336,7 @@ class Dataset:
         comm.mpi.Allgather(self.own.view(np.uint8), every)
         rows = [row.view(self.own.dtype) for row in every]
         self._want: dict[str, NDArray[Any]] = {}
+        self._rows = rows
         for form in forms:
             key = _zero_rule(form)
             if key not in self._want:
@@ -330,6 +345,12 @@ class Dataset:
     def want(self, form: Protocol | None) -> NDArray[Any]:
         """The exact result on this rank, flat."""
         return self._want[_zero_rule(form)]
+
+    def wrong(self, case: Case, form: Protocol | None, got: NDArray[Any]) -> int:
+        """Elements of this rank's result that are not what the case's variant promises."""
+        return (
+            checks.wrong_elements(got, self.want(form)) if case.kind.exact else checks.beyond_rounding(got, self._rows)
+        )
 
 
 def _zero_rule(form: Protocol | None) -> str:
@@ -446,13 +467,60 @@ def verify(
         b.launch()
         b.comm.backend.synchronize()
         b.comm.check()
-        wrong[b.case] += checks.wrong_elements(b.comm.to_host(b.out), want)
+        if b.case.kind.checked:
+            wrong[b.case] += dataset.wrong(b.case, b.case.form(b.comm.gpu), b.comm.to_host(b.out))
 
     failed = in_turns(mpi, bound, CHECKED_CALLS, check)
     mine = np.array(list(wrong.values()), np.int64)
     total = np.empty_like(mine)
     mpi.Allreduce(mine, total)
-    return dict(zip(wrong, total.tolist(), strict=True)), failed
+    counted = dict(zip(wrong, total.tolist(), strict=True))
+    return {case: count if case.kind.checked else NOT_CHECKED for case, count in counted.items()}, failed
+
+
+def order_in_bits(
+    mpi: MPI.Intracomm, bound: Sequence[Bound], data: Sequence[Dataset]
+) -> tuple[dict[Case, dict[str, int]], dict[Case, str]]:
+    """What an order of summation that is not fixed does to bits, as columns of `records.CASES`; and why candidates failed.
+
+    Each candidate makes `CHECKED_CALLS` calls on the same data. `inexact`: elements whose bits are not the contract's, over all
+    ranks; `ranks_differ`: elements in which some rank has other bits than rank 0; `calls_differ`: elements, over all ranks,
+    whose bits are not those of the first call; each the most of any call. Collective; the same result on all ranks.
+    """
+    found = {b.case: dict.fromkeys(("inexact", "ranks_differ", "calls_differ"), 0) for b in bound}
+    results: dict[Case, list[NDArray[Any]]] = {b.case: [] for b in bound}
+
+    def call(turn: int, b: Bound) -> None:
+        kept = _put(b.comm, b.x, data[0].own)
+        b.comm.backend.synchronize()
+        b.launch()
+        b.comm.backend.synchronize()
+        b.comm.check()
+        results[b.case].append(checks.bits(b.comm.to_host(b.out)))
+        del kept
+
+    failed = in_turns(mpi, bound, CHECKED_CALLS, call)
+    for b in bound:
+        if b.case in failed:
+            continue
+        first, want = results[b.case][0], checks.bits(data[0].want(b.case.form(b.comm.gpu)))
+        for got in results[b.case]:
+            mine = np.array([np.count_nonzero(got != want), np.count_nonzero(got != first)], np.int64)
+            total = np.empty_like(mine)
+            mpi.Allreduce(mine, total)
+            differs = np.empty(got.shape, np.uint8)
+            mpi.Allreduce((got != mpi.bcast(got)).astype(np.uint8), differs, op=_max())
+            counts = (total[0], np.count_nonzero(differs), total[1])
+            row = found[b.case]
+            for name, count in zip(row, counts, strict=True):
+                row[name] = max(row[name], int(count))
+    return {case: row for case, row in found.items() if case not in failed}, failed
+
+
+def _max() -> Any:
+    from mpi4py import MPI
+
+    return MPI.MAX
 
 
 COSTED_CALLS = 4
@@ -503,7 +571,7 @@ def in_doubt(times_us: Mapping[Case, NDArray[np.float64]]) -> list[Case]:
     groups: dict[Hashable, list[Case]] = {}
     for case in summary:
         if case.protocol != FLOOR:
-            groups.setdefault((case.point, case.mode, case.dependent_launch), []).append(case)
+            groups.setdefault((case.point, case.mode, case.dependent_launch, case.variant), []).append(case)
     rivals: set[Case] = set()
     for group in groups.values():
         best = min(group, key=lambda c: summary[c][0])

@@ -237,6 +237,14 @@ class Ring:
         runtime.memset(self._words.data.ptr, 0xA5, self._words.nbytes)
         comm.backend.synchronize()
 
+    def beyond_rounding(self, comm: Communicator) -> int:
+        """Elements of this rank's outputs that are a sum of the inputs in no order."""
+        comm.backend.synchronize()
+        return sum(
+            checks.beyond_rounding(comm.to_host(out), [row[self._part(k)] for row in self._rows])
+            for k, out in enumerate(self.outputs)
+        )
+
     def wrong(self, comm: Communicator, form: Protocol | None) -> int:
         """Wrong elements in this rank's outputs. form : the protocol that made them; None: the floor."""
         want = self._want(comm, form)
@@ -378,6 +386,8 @@ class GraphCalls(_Bound):
 
     def verify(self, replay: bool = True) -> None:
         """Compares the outputs of all calls with the exact results, after a replay on poison. Collective."""
+        if not self.case.kind.checked:
+            return
         wrong = together(self.comm.mpi, lambda: self._wrong(replay or self.checked is not self.long))
         total = int(sum(self.comm.mpi.allgather(wrong)))
         if total:
@@ -392,7 +402,7 @@ class GraphCalls(_Bound):
             self.checked.launch(self.stream)
             self.stream.synchronize()
             self.comm.check()
-        return self.ring.wrong(self.comm, self.form)
+        return self.ring.wrong(self.comm, self.form) if self.case.kind.exact else self.ring.beyond_rounding(self.comm)
 
     def sample(self, iterations: int) -> NDArray[np.int64]:
         """Nanoseconds of one call, for each replay: the slope between the two graphs. Collective."""

@@ -15,6 +15,7 @@ from fcomm.dtypes import ElementType
 from fcomm.errors import SetupError
 from fcomm.protocols import MAX_THREADS as MAX_THREADS
 from fcomm.protocols import Protocol, registered
+from fcomm.variants import SHIPPED, check, variant
 
 OPTIONS = ("-std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
 """What NVRTC is told: IEEE arithmetic, no flush to zero, no contraction."""
@@ -47,11 +48,17 @@ class Specialisation:
     """For arrays and messages at multiples of 16 bytes only (compiled in on GPUs; a host's kernel is told at run time)."""
     launch: str = "none"
     """The launch feature, one of `LAUNCHES` (a host's kernel is the same for all)."""
+    variant: str = SHIPPED
+    """For experiments: see `fcomm.variants`."""
+
+    def __post_init__(self) -> None:
+        check(self.variant, self.protocol)
 
     @property
     def name(self) -> str:
         name = f"{self.protocol.name}-{self.dtype.name}-n{self.world_size}{'' if self.aligned else '-any'}"
-        return name if self.launch == "none" else f"{name}-{self.launch}"
+        name = name if self.launch == "none" else f"{name}-{self.launch}"
+        return name if self.variant == SHIPPED else f"{name}-{self.variant}"
 
     def root_text(self) -> str:
         """The few lines that include a kernel and instantiate it."""
@@ -65,6 +72,7 @@ class Specialisation:
                 f"#define FC_ALIGNED {int(self.aligned)}",
                 f"#define FC_TRIGGER {LAUNCHES.index(self.launch)}",
                 f"#define FC_MAX_THREADS {self.protocol.max_threads(self.world_size)}",
+                *([f"#define FC_VARIANT {variant(self.variant).bits:#x}"] if variant(self.variant).bits else []),
                 *(f'#include "{h}"' for h in headers),
                 f"FC_KERNEL((fc::{self.protocol.algorithm.kernel}<{arguments}>))",
                 "",

@@ -211,7 +211,7 @@ class CpuBackend:
         self._mpi = mpi
         self.capabilities = _capabilities()
         self._memory: mmap.mmap | None = None
-        self._kernels: dict[tuple[str, str, int], CpuKernel] = {}
+        self._kernels: dict[tuple[str, str, int, str], CpuKernel] = {}
 
     def prepare(self) -> None:
         """What can fail on one rank alone, before anything collective."""
@@ -262,7 +262,7 @@ class CpuBackend:
 
     def kernel(self, spec: Specialisation) -> CpuKernel:
         spec = replace(spec, aligned=True)  # one kernel for both: it is told at run time
-        key = (spec.protocol.name, spec.dtype.name, spec.world_size)
+        key = (spec.protocol.name, spec.dtype.name, spec.world_size, spec.variant)
         if key not in self._kernels:
             self._kernels[key] = CpuKernel(build(spec))
         return self._kernels[key]

@@ -8,9 +8,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from fcomm import variants
 from fcomm.backends import sim
 from fcomm.errors import ArgumentError, NotAdmittedError
 from fcomm.protocols import Protocol, protocol, protocols
+from fcomm.variants import ABLATIONS, SHIPPED
 from fcomm.verify import mutants, page
 from fcomm.verify.cases import Kernels
 from fcomm.verify.search import BATCH, Counterexample, Tally, exhaust, search, shrink
@@ -28,6 +30,9 @@ MOST_RANKS = 16
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     parser.add_argument("--protocol", default="all", help="names such as one_shot.ll,two_shot.flag (default all)")
+    parser.add_argument(
+        "--variant", default=SHIPPED, help=f"how they are compiled: {', '.join(ABLATIONS)} (default {SHIPPED})"
+    )
     parser.add_argument("--ranks", default="2,3,4", help="world sizes (default 2,3,4)")
     parser.add_argument("--calls", type=int, help="calls of each rank in a schedule (default: 2 to 6, drawn)")
     parser.add_argument(
@@ -83,11 +88,18 @@ def main(options: argparse.Namespace, ranks: list[int], names: list[str]) -> int
         raise ArgumentError(f"--seed {options.seed}: not negative")
     links = [sim.link(name.strip()) for name in options.link.split(",") if name.strip()]
     end = None if options.seconds is None else time.monotonic() + options.seconds
+    if options.variant not in ABLATIONS:
+        raise ArgumentError(f"--variant {options.variant!r} is not known; use {', '.join(ABLATIONS)}")
+    if options.variant != SHIPPED and (options.mutants is not None or options.page):
+        raise ArgumentError("--variant is for protocols: mutants and the page are of the shipped kernels")
     if options.mutants is not None:
         return _mutants(options)
     if options.page:
         return page.write(Path(options.page), options.schedules, options.seed, Progress())
     wanted = [protocol(name) for name in names] if names else every()
+    for p in wanted if names else ():
+        variants.check(options.variant, p)
+    wanted = [p for p in wanted if ABLATIONS[options.variant].refusal(p) is None]
     covered: list[Tally] = []
     try:
         return _search(options, wanted, ranks, links, end, covered, named=bool(names))
@@ -120,7 +132,7 @@ def _search(
     covered: list[Tally],
     named: bool,
 ) -> int:
-    kernels, progress, failed = Kernels(), Progress(), 0
+    kernels, progress, failed = Kernels(variant=options.variant), Progress(), 0
     for proto in wanted:
         for link in links:
             for n in [2] if options.exhaustive is not None else ranks:
@@ -165,6 +177,7 @@ def _report(options: argparse.Namespace, t: Tally, kernels: Kernels) -> bool:
         calls = f" --calls {options.calls}" if options.calls else ""
         force = " --force" if options.force else ""
         sequential = " --sequential" if options.sequential else ""
+        sequential += "" if options.variant == SHIPPED else f" --variant {options.variant}"
         print(
             f"after {t.schedules} schedules; again: python -m fcomm verify --protocol {t.protocol.name} --ranks {t.ranks} "
             f"--link {t.link.name}{calls}{force}{sequential} --seed {found.seed} --schedules 1"

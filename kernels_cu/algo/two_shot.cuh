@@ -42,12 +42,14 @@ FC_DEVICE void two_shot(const Params& p) {
   const Tiles tiles2(cells2, kSameSpans ? chunk_cells<Wire2>(cells2) : tile_cells<Wire2>());
   const Batch<Wire1, 1> first(p, shards, tiles1, tiles1.first_item());
   launch_wait();
+  if constexpr (ablate::without(ablate::kEpoch)) return late_trigger();
   Payload v = {{0, 0, 0, 0}};
   first.template load<T>(p.in, &v);  // before the epoch: the compiler waits for that at once
   const Turns<Wire1, Wire2> turns(p);
   if (turns.first().poisoned()) return;
   slots1.begin(turns.first());
   slots2.begin(turns.second());
+  if constexpr (ablate::kRearmFirst) ablate::rearm<kOneWire>(p, turns);
 
   scatter<Wire1, T>(p, shards, slots1, tiles1, first, v);
 
@@ -94,6 +96,7 @@ FC_DEVICE void two_shot(const Params& p) {
       batch.each([&](u32 k, u32 peer, u32 cell) { shards.store<Wire2, T>(p.out, peer, cell, Wire2::payload(got[k])); });
     }
   }
+  if constexpr (ablate::kRearmLast) ablate::rearm<kOneWire>(p, turns);
   late_trigger();
   if (ticket.settle(p, turns.first().epoch())) {
     turns.first().record(p, kOneWire ? 3 : 1, cells1);
