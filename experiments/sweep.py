@@ -433,7 +433,7 @@ class Sweep:
                         # Sizes ascend: what the last one took, by its bytes, is what this one takes at most.
                         start = self.elapsed_s()
                         if run and first.mpi.bcast(start + per_byte_s * nbytes < deadline_s):
-                            default = self._survey_point(comms, run)
+                            default = self._survey_variants(comms, run)
                             found += default + self._survey_tuned(comms, shapes, default)
                             per_byte_s = (self.elapsed_s() - start) / nbytes
                         else:
@@ -447,6 +447,14 @@ class Sweep:
     ) -> dict[Case, str | None]:
         first = comms.first
         return candidates(self.request, collective, dtype, nbytes, n, first.capabilities, first.gpu, comms.launches)
+
+    def _survey_variants(self, comms: Communicators, cases: list[Case]) -> list[Surveyed]:
+        """Checks the cases of a point; variants in the grid that the shipped kernel has, where their own might be another one."""
+        found = self._survey_point(comms, [case for case in cases if case.variant == SHIPPED])
+        grids: dict[Case, tuple[int, int]] = comms.mpi.bcast({s.case: (s.blocks, s.threads) for s in found if s.blocks})
+        rest = (case for case in cases if case.variant != SHIPPED)
+        fixed = [replace(case, shape=case.shape or grids.get(replace(case, variant=SHIPPED))) for case in rest]
+        return found + self._survey_point(comms, fixed)
 
     def _survey_tuned(self, comms: Communicators, shapes: search.Shapes, default: Sequence[Surveyed]) -> list[Surveyed]:
         """Checks the cases of a point with the launch shapes that were found for them, where these are others at all."""
@@ -859,7 +867,7 @@ class Sweep:
             self.recorder.save("table.txt", f"{table}\n".encode())
             self.recorder.save("latency.csv", latency_csv(run.latency))
             kept = self._derived(run)
-            for line in (*self._missing(), *_remarks(run)):
+            for line in (*self.missing(), *_remarks(run)):
                 print(line)
             print(
                 f"{run.path}/ has the records{''.join(f', {name}' for name in kept)}; taken on the {run.taken_on}",
@@ -893,7 +901,7 @@ class Sweep:
             kept.append(name)
         return kept
 
-    def _missing(self) -> Iterator[str]:
+    def missing(self) -> Iterator[str]:
         """Launch features that were asked for and are not there."""
         told = {(launch, why) for place in self.places.values() for launch, why in place.no_launch.items()}
         for launch, why in sorted(told):
@@ -1020,7 +1028,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(dry_run(request))
         return 0
     request = _request(world, args)
-    with _shared_gpu(world, request):
+    with shared_gpu(world, request):
         sweep = Sweep(world, request, started_s)
         try:
             return _run(sweep, args)
@@ -1030,7 +1038,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 @contextmanager
-def _shared_gpu(world: MPI.Intracomm, request: Request) -> Iterator[None]:
+def shared_gpu(world: MPI.Intracomm, request: Request) -> Iterator[None]:
     """Where ranks outnumber the GPUs, a private MPS daemon lets them run at once. Before any rank uses CUDA."""
     wanted = settings.backend() if request.backend == "auto" else request.backend
     if wanted == "cpu":

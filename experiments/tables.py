@@ -10,7 +10,7 @@ from fcomm.errors import ArgumentError
 from fcomm.measure import FLOOR, STAGING
 from fcomm.protocols import protocols
 from fcomm.sizes import format_size
-from fcomm.variants import SHIPPED, variant
+from fcomm.variants import ABLATIONS, SHIPPED, variant
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -60,7 +60,8 @@ def nccl_table(run: Run) -> str:
 
 def _shape(case: dict[str, Any]) -> str:
     launched = f"{case['blocks']}x{case['threads']}" if case["blocks"] else "-"
-    return f"{launched}*" if case["shape"] and case["protocol"] != FLOOR else launched
+    tuned = case["shape"] and case["protocol"] != FLOOR and case["variant"] == SHIPPED
+    return f"{launched}*" if tuned else launched
 
 
 def rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
@@ -277,7 +278,9 @@ def variant_table(run: Run) -> str:
     head = "ranks | size | type | protocol | launch | grid | variant | µs | 95 % | shipped, µs | variant / shipped"
     head += " | not the contract's bits | ranks differ | calls differ"
     lines = ["## Variants", "", f"| {head} |", "|" + "---|" * head.count("|") + "---|"]
-    ordered = run.latency[run.latency["variant"] != SHIPPED].sort_values([*_SAME, "case"], kind="stable")
+    ordered = run.latency[run.latency["variant"].isin(ABLATIONS) & (run.latency["variant"] != SHIPPED)].sort_values(
+        [*_SAME, "case"], kind="stable"
+    )
     for row in rows(ordered):
         beside = shipped.get(tuple(row[c] for c in _SAME))
         us = "-" if beside is None else f"{beside['latency_us']:.3f}"

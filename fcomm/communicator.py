@@ -22,7 +22,7 @@ from fcomm.protocols import CELL_BYTES, GpuShare, Protocol, protocols, shard_byt
 from fcomm.selector import AUTO, Selector
 from fcomm.sizes import format_size
 from fcomm.source import LAUNCHES, MAX_THREADS, Specialisation
-from fcomm.variants import SHIPPED
+from fcomm.variants import SHIPPED, check_message
 from fcomm.variants import variant as variant_called
 
 if TYPE_CHECKING:
@@ -91,6 +91,8 @@ class Plan:
         element = BYTES if proto.algorithm.moves_bytes else REDUCIBLE[dtype]
         self.protocol = proto
         self.pieces = _pieces(comm, proto, nbytes)
+        for piece in self.pieces:
+            check_message(comm.variant, proto, piece.nbytes, comm.world_size)
         aligned = aligned and not any((p.nbytes | p.stride | p.part) % ALIGNMENT for p in self.pieces)
         self.kernel = comm.backend.kernel(
             Specialisation(proto, element, comm.world_size, aligned, comm.dependent_launch, comm.variant)

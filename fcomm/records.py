@@ -654,17 +654,21 @@ class Run:
         """`latency` of the shipped kernels, where it may be shown and fitted; `RecordError` for a time-sliced run and for one
         without such times.
         """
-        if self.cases["time_sliced"].any():
-            raise RecordError(
-                f"{self.path} was taken with ranks taking turns on one GPU (time-sliced): its times say nothing about "
-                "protocols, and no plot or fit reads them"
-            )
+        self.refuse_time_sliced()
         if self.latency.empty:
             raise RecordError(f"{self.path} holds no times yet: resume it with --resume {self.path}")
         shipped = self.latency[self.latency["variant"] == SHIPPED]
         if shipped.empty:
             raise RecordError(f"{self.path} has times of variants alone, and none of the kernels that the library uses")
         return shipped
+
+    def refuse_time_sliced(self) -> None:
+        """Raises `RecordError` for a run whose times nothing may read."""
+        if self.cases["time_sliced"].any():
+            raise RecordError(
+                f"{self.path} was taken with ranks taking turns on one GPU (time-sliced): its times say nothing about "
+                "protocols, and no plot or fit reads them"
+            )
 
 
 def load(path: str | Path) -> Run:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from fcomm.errors import ArgumentError, NotAdmittedError
-from fcomm.protocols import Protocol
+from fcomm.protocols import SHARD_GRANULE, Protocol
 
 SHIPPED = "shipped"
 """The kernels that the library uses."""
@@ -121,6 +121,17 @@ def variant(name: str) -> Variant:
         return _EVERY[name]
     except KeyError:
         raise ArgumentError(f"there is no variant {name!r}; use one of {', '.join(ABLATIONS)}") from None
+
+
+def check_message(name: str, p: Protocol, nbytes: int, world_size: int) -> None:
+    """Raises `ArgumentError` where a stage variant would wait for ever: it takes its own cells for those of its peers, and of
+    parts that are not equal it would wait for more of them than it has sent.
+    """
+    if not variant(name).checked and "shard" in p.algorithm.phases and nbytes % (SHARD_GRANULE * world_size):
+        raise ArgumentError(
+            f"the variant {name} of {p.name} takes messages of {world_size} equal parts of a multiple of {SHARD_GRANULE} bytes, "
+            f"and {nbytes} bytes are none"
+        )
 
 
 def check(name: str, p: Protocol) -> None:
