@@ -178,7 +178,9 @@ def _refusal(name: str) -> str | None:
 
 def build_request(args: argparse.Namespace, started: int) -> Request:
     """The request of the command line; `ArgumentError` or `NotAdmittedError` for nonsense."""
-    names = tuple(dict.fromkeys(n.strip() for n in (args.protocols or DEFAULT_PROTOCOLS).split(",")))
+    names = tuple(
+        dict.fromkeys(n.strip() for n in (DEFAULT_PROTOCOLS if args.protocols is None else args.protocols).split(","))
+    )
     for name in names:
         why = _refusal(name)
         if why is not None:

@@ -141,13 +141,13 @@ def read(runs: Sequence[Run], mode: str | None = None) -> Table:
             raise RecordError(f"{run.path} is of another machine or placement than {first.path}: fit them apart")
         if run.provenance.get("source_hash") != first.provenance.get("source_hash"):
             raise RecordError(f"{run.path} was taken with other kernels than {first.path}: fit them apart")
-        cases = run.cases[run.cases["variant"] == SHIPPED]
+        cases = run.cases
         modes = list(dict.fromkeys(cases["mode"]))
         mode = mode or ("graph" if "graph" in modes else modes[0])
         registered = protocols()
         named = {p for p in cases["protocol"] if p in registered and registered[p].algorithm.forms is None}
         cases = cases[(cases["mode"] == mode) & cases["protocol"].isin(named) & (cases["ranks"] > 1)]
-        cases = cases[(cases["status"] == "measured") & (cases["iterations"] > 0)]
+        cases = cases[(cases["status"] == "measured") & (cases["iterations"] > 0) & (cases["variant"] == SHIPPED)]
         if cases.empty:
             raise RecordError(f"{run.path} has no {mode} times of a protocol between two or more ranks")
         slowest = run.samples[run.samples["case"].isin(cases["case"])]

@@ -40,7 +40,7 @@ FC_DEVICE Payload not_added(const Params& p, Payload own, const Cell* got) {
   if constexpr (!without(kPoll) && (Wire::kSecondLook || Wire::kChunked)) {
     u32 all = 0;
 #pragma unroll
-    for (u32 r = 0; r < FC_N; r++) all ^= r == p.rank ? 0 : got[r].w[0];
+    for (u32 r = 0; r < FC_N; r++) all ^= r == p.rank ? 0 : got[r].w[0] ^ got[r].w[1] ^ got[r].w[2] ^ got[r].w[3];
     keep(p, all);
   }
   return own;

@@ -187,20 +187,21 @@ class Slots {
     in_theirs_ = pinned(at + p.rank * g.slot_stride);
     between_ = pinned(u32(g.slot_stride));
 #pragma unroll
-    for (u32 j = kFirst; kAddressesFirst && j < FC_N; j++) theirs_[j] = pinned(to(behind(j)));
+    for (u32 j = 1; kAddressesFirst && j < FC_N; j++) theirs_[j] = pinned(to(behind(j)));
   }
   FC_DEVICE void begin(const Turn<Wire>& turn) {
     e_ = turn.epoch();
     shift_ = pinned(turn.copy() * g_.copy_stride);
-    if constexpr (ablate::without(ablate::kStores)) ablate::keep(p_, e_ ^ u32(shift_));
+    if constexpr (ablate::without(ablate::kExit)) ablate::keep(p_, e_ ^ u32(shift_));
   }
 
   // Writes one cell to every peer, beginning behind my own rank, so that the ranks do not all push to the same one first.
   FC_DEVICE void push(u32 cell, Payload v) const {
     if constexpr (ablate::without(ablate::kStores)) return ablate::keep(p_, v);
     const u64 at = pinned(inside(cell));
+    if constexpr (ablate::kOwnInMemory) Wire::put(reinterpret_cast<Cell*>(to(p_.rank) + at), v, e_);
 #pragma unroll
-    for (u32 j = kFirst; j < FC_N; j++) {
+    for (u32 j = 1; j < FC_N; j++) {
       Wire::put(reinterpret_cast<Cell*>((kAddressesFirst ? theirs_[j] : to(behind(j))) + at), v, e_);
     }
   }
@@ -311,7 +312,6 @@ class Slots {
 
  private:
   friend struct ablate::Arrival;
-  static constexpr u32 kFirst = ablate::kOwnInMemory ? 0 : 1;  // of the ranks behind mine that I push to
 
   // Where a peer's payload lands in copy 0 of my slots; where mine lands in a peer's.
   FC_DEVICE u64 from(u32 peer) const { return mine_ + u64(peer) * between_; }
