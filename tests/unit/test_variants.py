@@ -106,6 +106,20 @@ def test_stages_of_parts_that_are_not_equal_are_refused() -> None:
         check_message(name, protocol("two_shot.ll"), 1022, 3)
 
 
+def test_a_communicator_of_a_variant_chooses_no_protocol() -> None:
+    from mpi4py import MPI
+
+    from fcomm import Communicator
+
+    x = np.ones(4, np.float32)
+    with pytest.raises(ArgumentError, match="there is no variant 'quick'"):
+        Communicator(MPI.COMM_SELF, backend="cpu", variant="quick")
+    with Communicator(MPI.COMM_SELF, backend="cpu", max_bytes=4096, variant="poll_one") as comm:
+        with pytest.raises(ArgumentError, match="a communicator of the variant poll_one chooses no protocol: name one"):
+            comm.all_reduce(x)
+        assert (comm.all_reduce(x, protocol="one_shot.ll") == x).all()
+
+
 # ---- machine code ----------------------------------------------------------------------------------------------------
 
 _HOOKS = (
