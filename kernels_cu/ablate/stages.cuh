@@ -6,6 +6,9 @@
 namespace fc {
 namespace ablate {
 
+// In place of everything behind the wait for the grid before.
+FC_DEVICE void end() { late_trigger(); }
+
 FC_DEVICE void keep(const Params& p, Payload v) { keep(p, v.w[0] ^ v.w[1] ^ v.w[2] ^ v.w[3]); }
 
 template <class Wire, class T>

@@ -20,7 +20,7 @@ FC_DEVICE void exchange(const Params& p) {
 
   Slots<Wire, true> slots(p, p.region[0], 0);
   launch_wait();
-  if constexpr (ablate::without(ablate::kEpoch)) return late_trigger();
+  if constexpr (ablate::without(ablate::kEpoch)) return ablate::end();
 
   // My payload of the first cell stays in registers until it is reduced; for a message that the grid covers in one pass,
   // which is what the launch shape aims at, that is all of them. Its load is the first thing, so that it and the epoch's

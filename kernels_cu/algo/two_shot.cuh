@@ -42,7 +42,7 @@ FC_DEVICE void two_shot(const Params& p) {
   const Tiles tiles2(cells2, kSameSpans ? chunk_cells<Wire2>(cells2) : tile_cells<Wire2>());
   const Batch<Wire1, 1> first(p, shards, tiles1, tiles1.first_item());
   launch_wait();
-  if constexpr (ablate::without(ablate::kEpoch)) return late_trigger();
+  if constexpr (ablate::without(ablate::kEpoch)) return ablate::end();
   Payload v = {{0, 0, 0, 0}};
   first.template load<T>(p.in, &v);  // before the epoch: the compiler waits for that at once
   const Turns<Wire1, Wire2> turns(p);
