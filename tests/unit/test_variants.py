@@ -142,7 +142,7 @@ def _without_hooks(text: str) -> str:
     for pattern, by in _HOOKS:
         text, count = re.subn(pattern, by, text, flags=re.MULTILINE)
         found += count
-    assert found > 25
+    assert found > 20
     kept = re.sub(r"^namespace ablate \{\n(?:.*\n)*?\}.*\n", "", text, flags=re.MULTILINE)  # their own files
     left = re.findall(r"^.*\bablate::.*$", kept, flags=re.MULTILINE)
     assert [line.strip() for line in left] == ["friend struct ablate::Arrival;"]
@@ -178,15 +178,18 @@ def _shipped_is_untouched(spec: Specialisation) -> None:
 
 
 @compiler
-@pytest.mark.parametrize("name", ["one_shot.lamport16", "two_shot.lamport16+ll128"])
-def test_shipped_machine_code_is_what_it_would_be_without_variants(name: str) -> None:
-    _shipped_is_untouched(Specialisation(protocol(name), BFLOAT16, 8, launch="late"))
+def test_shipped_machine_code_is_what_it_would_be_without_variants() -> None:
+    _shipped_is_untouched(Specialisation(protocol("one_shot.lamport16"), BFLOAT16, 8, launch="late"))
 
 
 @compiler
 @pytest.mark.full
 @pytest.mark.parametrize("ranks", [3, 8])
-@pytest.mark.parametrize("name", [f"{a}.{e}" for a in ("one_shot", "two_shot") for e in ENCODINGS])
+@pytest.mark.parametrize(
+    "name",
+    [f"{a}.{e}" for a in ("one_shot", "two_shot") for e in ENCODINGS]
+    + ["two_shot.lamport16+ll128", "all_gather.ll", "reduce_scatter.lamport"],
+)
 def test_all_shipped_machine_code_is_what_it_would_be_without_variants(name: str, ranks: int) -> None:
     p = protocol(name)
     _shipped_is_untouched(Specialisation(p, p.dtypes[ranks % len(p.dtypes)], ranks, aligned=ranks != 3))
@@ -204,11 +207,10 @@ def _accesses(name: str, of: Variant) -> Counter[str]:
 @compiler
 def test_each_step_has_the_accesses_of_its_stage() -> None:
     """lamport16 among three ranks: what a stage adds is in the machine code, and what comes behind it is not."""
-    seen = {stage: _accesses("one_shot.lamport16", LADDER[stage]) for stage in ("launch", "input", "stores", "poll")}
+    seen = {stage: _accesses("one_shot.lamport16", LADDER[stage]) for stage in ("launch", "stores", "poll")}
     assert not +seen["launch"]
-    assert seen["input"]["load strong.gpu 16"] == seen["stores"]["load strong.gpu 16"] == 1  # the epoch
-    assert seen["input"]["load weak 16"] > 0 == seen["input"]["store weak 16"] < seen["stores"]["store weak 16"]
-    assert seen["input"]["store strong.sys 16"] == 0
+    assert seen["stores"]["load strong.gpu 16"] == 1  # the epoch
+    assert seen["stores"]["load weak 16"] > 0 < seen["stores"]["store weak 16"]
     assert seen["stores"]["store strong.sys 16"] == 2  # to two peers
     assert seen["stores"]["atomic strong.gpu 4"] == seen["stores"]["waits"] == seen["stores"]["load strong.sys 16"] == 0
     assert seen["poll"]["store strong.sys 16"] == 2 + 3  # and three slots are set back
