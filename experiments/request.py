@@ -399,7 +399,7 @@ def dry_run(request: Request) -> str:
                     calls[cases[0].point] = (cost * len(cases), len(cases))
                     costs[cases[0].point] = (sum(of_point), len(cases))
                     lines += [
-                        f"{n:8d} {format_size(nbytes):>10s} {dtype:>11s}  {c.protocol:<26s}  {c.mode:<9s} "
+                        f"{n:8d} {format_size(nbytes):>10s} {dtype:>11s}  {c.label:<26s}  {c.mode:<9s} "
                         f"{c.dependent_launch:<6s} {c.input:<8s} ~ {cost * 1e6:,.0f} us"
                         for c in cases
                     ]

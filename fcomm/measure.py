@@ -70,6 +70,11 @@ class Case:
     """How its kernels are compiled: see `fcomm.variants`."""
 
     @property
+    def label(self) -> str:
+        """Its protocol, and its variant where that is not the shipped one."""
+        return self.protocol if self.variant == SHIPPED else f"{self.protocol} {self.variant}"
+
+    @property
     def kind(self) -> Variant:
         """What its variant promises."""
         return variant(self.variant)
@@ -401,7 +406,7 @@ def in_turns(
                 break
             number, _, sentence, fatal = first
             if fatal:
-                raise DeviceError(f"{left[number].case.protocol}: {sentence}")
+                raise DeviceError(f"{left[number].case.label}: {sentence}")
             failed[left[number].case] = sentence
             for comm in dict.fromkeys(b.comm for b in left):
                 recover(comm)

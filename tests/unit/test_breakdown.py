@@ -130,6 +130,27 @@ def test_candidates_are_the_variants_that_each_protocol_has() -> None:
     assert len(found) == 6
 
 
+def test_a_dry_run_names_variants() -> None:
+    text = rq.dry_run(
+        build(
+            "--protocols",
+            "one_shot.ll",
+            "--variants",
+            "shipped,poll_one",
+            "--sizes",
+            "1K",
+            "--ranks",
+            "2",
+            "--backend",
+            "cpu",
+        )
+    )
+    assert [line.split()[4:6] for line in text.splitlines() if "one_shot" in line] == [
+        ["one_shot.ll", "host"],
+        ["one_shot.ll", "poll_one"],
+    ]
+
+
 def asked(*argv: str, started: int = 8) -> rq.Request:
     return breakdown.build_request(breakdown.parser().parse_args(argv), started)
 
