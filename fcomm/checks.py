@@ -36,6 +36,29 @@ def wrong_elements(got: NDArray[Any], want: NDArray[Any]) -> int:
     return int(np.count_nonzero(a != b))
 
 
+def beyond_order(xs: Sequence[NDArray[Any]], got: NDArray[Any]) -> int:
+    """Number of elements that are not a sum of the ranks' arrays xs in some order, as the contract would round it.
+
+    Two float32 sums of n terms differ by (n - 1) 2^-23 times the sum of the terms' magnitudes at most, as each lies within half
+    of that of the exact one (Higham, Accuracy and Stability of Numerical Algorithms, section 4.2: each of n - 1 additions
+    contributes a relative error of 2^-24); then each is rounded to the element type, by half a unit in its last place. Results
+    that are not finite must have the contract's bits, and so must integers.
+    """
+    want = reduce_reference(xs).reshape(-1)
+    flat = np.ascontiguousarray(got).reshape(-1)
+    other = bits(flat) != bits(want)
+    if want.dtype.kind in "iu":
+        return int(np.count_nonzero(other))
+    info: Any = ml_dtypes.finfo(want.dtype)  # type: ignore[no-untyped-call]
+    with np.errstate(all="ignore"):
+        a, b = flat.astype(np.float64), want.astype(np.float64)
+        magnitude = sum(np.abs(x.reshape(-1).astype(np.float64)) for x in xs)
+        allowed = (len(xs) - 1) * 2.0**-23 * magnitude
+        allowed += float(info.eps) / 2 * (np.abs(a) + np.abs(b)) + float(info.smallest_subnormal)
+        near = np.isfinite(a) & np.isfinite(b) & (np.abs(a - b) <= allowed)
+    return int(np.count_nonzero(other & ~near))
+
+
 def reduce_reference(xs: Sequence[NDArray[Any]]) -> NDArray[Any]:
     """Sum of the ranks' arrays by the contract: float32 accumulation in rank order beginning with rank 0's value, one
     rounding to nearest even at the end; integers as unsigned; NaN results canonical. One array is returned as it is.

@@ -45,6 +45,8 @@ from fcomm.protocols import (
 from fcomm.selector import AUTO, Selector
 from fcomm.sizes import format_size
 from fcomm.source import LAUNCHES, Specialisation, sources
+from fcomm.variants import SHIPPED, check_message
+from fcomm.variants import variant as variant_called
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -118,6 +120,8 @@ class Plan:
         self.fused = operands is not None
         row_bytes = operands.columns * element.itemsize if operands is not None and operands.epilogue.by_row else 0
         self.pieces = _pieces(comm, proto, nbytes, row_bytes or 1)
+        for piece in self.pieces:
+            check_message(comm.variant, proto, piece.nbytes, comm.world_size)
         aligned = aligned and not any((p.nbytes | p.stride | p.part) % ALIGNMENT for p in self.pieces)
         fused = None
         if row_bytes:
@@ -348,6 +352,8 @@ class Communicator:
         FCOMM_MODEL, else the one of this machine in the cache folder, else "seed".
     device : int, optional
         CUDA device of this rank; default: the current one if that is not the first, else one for each rank in turn.
+    variant : str
+        For experiments: compile every kernel as that variant (`fcomm.variants`). Calls then name their protocol.
 
     Raises
     ------
@@ -368,6 +374,7 @@ class Communicator:
         device: int | None = None,
         link: Link | str | None = None,
         placement: str = "device",
+        variant: str = SHIPPED,
     ) -> None:
         self.group: Group = as_group(group)
         if is_mpi(self.group):
@@ -376,7 +383,17 @@ class Communicator:
         self._closed = True
         try:
             self._construct(
-                backend, max_bytes, channels, checked, timeout_s, dependent_launch, model, device, link, placement
+                backend,
+                max_bytes,
+                channels,
+                checked,
+                timeout_s,
+                dependent_launch,
+                model,
+                device,
+                link,
+                placement,
+                variant,
             )
         except BaseException:
             self._free_group()
@@ -394,6 +411,7 @@ class Communicator:
         device: int | None,
         link: Link | str | None,
         placement: str,
+        variant: str,
     ) -> None:
         mpi = self.group
         self.rank, self.world_size = mpi.rank, mpi.size
@@ -403,6 +421,7 @@ class Communicator:
                 raise ArgumentError(f"dependent_launch is one of {', '.join(LAUNCHES)}, not {dependent_launch!r}")
             if placement not in PLACEMENTS:
                 raise ArgumentError(f"placement is one of {', '.join(PLACEMENTS)}, not {placement!r}")
+            variant_called(variant)
             return (
                 SlabLayout(mpi.size, max_bytes, channels),
                 settings.timeout_s() if timeout_s is None else timeout_s,
@@ -413,6 +432,7 @@ class Communicator:
         self.layout, self.timeout_s, self.checked, self.link = bootstrap.collectively(mpi, local)
         name = bootstrap.collectively(mpi, lambda: backend if backend != "auto" else settings.backend())
         self._forced, self._plain = bootstrap.collectively(mpi, lambda: (settings.protocol(), settings.plain()))
+        self.variant = variant
         told = (
             name,
             max_bytes,
@@ -423,6 +443,7 @@ class Communicator:
             dependent_launch,
             self.link,
             placement,
+            variant,
         )
         bootstrap.agree(mpi, told, "backend, sizes and settings")
         bootstrap.agree(
@@ -645,8 +666,14 @@ class Communicator:
     def _chosen(self, collective: str, src: View, name: str, operands: Operands | None = None) -> Protocol:
         if collective != "all_gather" and src.dtype not in REDUCIBLE:
             raise ArgumentError(f"dtype {src.dtype} cannot be reduced; use one of {', '.join(REDUCIBLE)}")
+        if self.variant != SHIPPED and self.selector.name_for(collective, name) == AUTO:
+            raise ArgumentError(
+                f"a communicator of the variant {self.variant} chooses no protocol: name one in the call"
+            )
         if operands is None:
             return self.selector.choose(collective, src.nbytes, src.dtype, name)
+        if self.variant != SHIPPED:
+            raise ArgumentError(f"a communicator of the variant {self.variant} has no epilogues")
         return self.selector.choose_with(operands.epilogue, collective, src.nbytes, src.dtype, name)
 
     def _log_choice(self, collective: str, nbytes: int, name: str, plan: Plan) -> None:

@@ -50,6 +50,8 @@ CALLS = 50
 """Calls in the longer graph; the shorter one has a fifth. The slope between them is the time of one call."""
 RING_BYTES = 512 << 20
 """Device memory that inputs, outputs and exact results of one graph may take on one rank; large messages get fewer calls."""
+ROUNDED = 1 << 19
+"""Elements of a graph's outputs that are compared with a bound on rounding errors, which the host works out for each."""
 SHIFT = 64
 """Elements by which the data of successive calls are shifted against each other."""
 MEET_TIMEOUT_S = 20.0
@@ -340,6 +342,12 @@ class Ring:
         _fill(self._words)
         comm.backend.synchronize()
 
+    def beyond_order(self, comm: Communicator) -> int:
+        """Elements of this rank's outputs that are a sum of the inputs in no order; of `ROUNDED` elements, by whole calls."""
+        comm.backend.synchronize()
+        step = max(1, min(self.calls // 2, -(-self.calls * self.count // ROUNDED)))
+        return sum(checks.beyond_order(self.rows(k), comm.to_host(self.outputs[k])) for k in range(0, self.calls, step))
+
     def wrong(self, comm: Communicator, form: Protocol | None) -> int:
         """Wrong elements in this rank's outputs. form : the protocol that made them; None: the floor."""
         want = self._want(comm, form)
@@ -510,6 +518,8 @@ class GraphCalls(_Bound):
 
     def verify(self, replay: bool = True) -> None:
         """Compares the outputs of all calls with the exact results, after a replay on poison. Collective."""
+        if not self.case.kind.checked:
+            return
         wrong = together(self.comm.mpi, lambda: self._wrong(replay or self.checked is not self.long))
         total = int(sum(self.comm.mpi.allgather(wrong)))
         if total:
@@ -524,7 +534,7 @@ class GraphCalls(_Bound):
             self.checked.launch(self.stream)
             self.stream.synchronize()
             self.comm.check()
-        return self.ring.wrong(self.comm, self.form)
+        return self.ring.wrong(self.comm, self.form) if self.case.kind.exact else self.ring.beyond_order(self.comm)
 
     def sample(self, iterations: int) -> NDArray[np.int64]:
         """Nanoseconds of one call, for each replay: the slope between the two graphs. Collective."""

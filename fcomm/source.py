@@ -16,6 +16,7 @@ from fcomm.dtypes import ElementType
 from fcomm.errors import SetupError
 from fcomm.protocols import ENCODINGS, MIN_CHUNK_CELLS, Encoding, Protocol, registered
 from fcomm.protocols import MAX_THREADS as MAX_THREADS
+from fcomm.variants import SHIPPED, check, variant
 
 if TYPE_CHECKING:
     from fcomm.epilogue import Fused
@@ -65,13 +66,19 @@ class Specialisation:
     """With an emulated link (``link.cuh``), whose latency and bandwidth the kernel is told at run time."""
     fused: Fused | None = None
     """The epilogue that is compiled in, if any."""
+    variant: str = SHIPPED
+    """For experiments: see `fcomm.variants`."""
+
+    def __post_init__(self) -> None:
+        check(self.variant, self.protocol)
 
     @property
     def name(self) -> str:
         name = f"{self.protocol.name}-{self.dtype.name}-n{self.world_size}{'' if self.aligned else '-any'}"
         name += f"-{self.fused.name}" if self.fused else ""
         name = name if self.launch == "none" else f"{name}-{self.launch}"
-        return f"{name}-link" if self.link else name
+        name = f"{name}-link" if self.link else name
+        return name if self.variant == SHIPPED else f"{name}-{self.variant}"
 
     def root_text(self) -> str:
         """The few lines that include a kernel and instantiate it."""
@@ -92,6 +99,7 @@ class Specialisation:
                 *prologue(self.world_size, self.aligned, self.launch, self.max_threads),
                 *(["#define FC_LINK 1"] if self.link else []),
                 *([] if fused is None else ["#define FC_EPILOGUE 1"]),
+                *([f"#define FC_VARIANT {variant(self.variant).bits:#x}"] if variant(self.variant).bits else []),
                 *(f'#include "{h}"' for h in headers),
                 *(line for e in dict.fromkeys(p.encodings) for line in claims(e)),
                 *([] if fused is None else [fused.epilogue.text()]),

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from fcomm import checks
+from fcomm import checks, variants
 from fcomm.backends import sim
 from fcomm.dtypes import BYTES, REDUCIBLE
 from fcomm.epilogue import Epilogue, Fused, cells_held
@@ -23,10 +23,13 @@ from fcomm.layout import CALL_WORDS, CONTROL_DTYPE, FIRST_EPOCH, SlabLayout
 from fcomm.protocols import Protocol, protocol, shard_bytes
 from fcomm.sizes import round_up
 from fcomm.source import LAUNCHES, Specialisation
+from fcomm.variants import SHIPPED
 
 MAX_BYTES = 4096
 """Message size of the simulated slabs."""
 DTYPE = "float32"
+ORDERLESS = np.array([0, 0x80000000, 0xFFFFFFFF, 0x7F800000], np.uint32)
+"""Zeros, the sentinel (a NaN) and infinity: a sum of them and of small integers has the same bits in every order."""
 NEVER_NS = np.uint64(1 << 62)
 ALIGNMENT = 256
 FAULTS = ("no wait", "empty calls", "short room", "shared region", "stale cells")
@@ -116,15 +119,19 @@ class Case:
 
 
 class Kernels:
-    """Kernels of one set of sources, compiled when they are first asked for."""
+    """Kernels of one set of sources, compiled when they are first asked for.
 
-    def __init__(self, root: Path | None = None) -> None:
-        self.root = root
+    variant : how those protocols are compiled that have it; the others, which stand between their calls, are the shipped ones.
+    """
+
+    def __init__(self, root: Path | None = None, variant: str = SHIPPED) -> None:
+        self.root, self.variant = root, variants.variant(variant)
         self._made: dict[str, sim.SimKernel] = {}
 
     def get(self, proto: Protocol, ranks: int, fused: Fused | None = None) -> sim.SimKernel:
         dtype = BYTES if proto.algorithm.moves_bytes else REDUCIBLE[DTYPE]
-        spec = Specialisation(proto, dtype, ranks, fused=fused)
+        name = SHIPPED if self.variant.refusal(proto) else self.variant.name
+        spec = Specialisation(proto, dtype, ranks, fused=fused, variant=name)
         if spec.name not in self._made:
             self._made[spec.name] = sim.compile_kernel(spec, self.root)
         return self._made[spec.name]
@@ -137,9 +144,17 @@ def _fused(case: Case, proto: Protocol) -> Fused | None:
     return Fused(NORM, cells_held(proto.encodings[0].cells(case.columns * 4), case.threads))
 
 
-def _input(case: Case, proto: Protocol, call: int, rank: int, count: int) -> NDArray[np.generic]:
-    """One rank's input of one call: different in every call, with values that look like evidence among them."""
+def _input(case: Case, proto: Protocol, call: int, rank: int, count: int, ordered: bool = True) -> NDArray[np.generic]:
+    """One rank's input of one call: different in every call, with values that look like evidence among them.
+
+    ordered : whether the order of summation is fixed; otherwise values are such that every order has the same bits.
+    """
     rng = np.random.default_rng([case.data, call, rank])
+    if not ordered:
+        whole = rng.integers(-4096, 4096, count).astype(np.float32)
+        special = rng.random(count) < 0.15
+        whole.view(np.uint32)[special] = rng.choice(ORDERLESS, int(special.sum()))
+        return whole
     if proto.algorithm.moves_bytes:
         x: NDArray[np.generic] = rng.integers(0, 256, count, dtype=np.uint8)
         return x
@@ -230,7 +245,8 @@ def _program(
     before: sim.Launch | None = None
     for k, call in enumerate(made):
         proto = protocol(call.protocol)
-        xs = [_input(case, proto, k + 1000 * stream, r, call.count) for r in range(n)]
+        ordered = kernels.variant.exact or kernels.variant.refusal(proto) is not None
+        xs = [_input(case, proto, k + 1000 * stream, r, call.count, ordered) for r in range(n)]
         nbytes = xs[0].nbytes
         exact, fused = checks.expected(proto, xs, rank), _fused(case, proto)
         if fused is not None:

@@ -8,10 +8,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from fcomm import variants
 from fcomm.backends import sim
 from fcomm.cli import listed, target
 from fcomm.errors import ArgumentError, NotAdmittedError
 from fcomm.protocols import Protocol, protocol, protocols
+from fcomm.variants import ABLATIONS, SHIPPED
 from fcomm.verify import mutants, page
 from fcomm.verify.cases import NORM, Kernels
 from fcomm.verify.search import BATCH, Counterexample, Tally, exhaust, search, shrink
@@ -29,6 +31,9 @@ MOST_RANKS = 16
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     parser.add_argument("--protocol", default="all", help="names such as one_shot.ll,two_shot.flag (default all)")
+    parser.add_argument(
+        "--variant", default=SHIPPED, help=f"how they are compiled: {', '.join(ABLATIONS)} (default {SHIPPED})"
+    )
     parser.add_argument("--ranks", help="world sizes (default 2,3,4)")
     parser.add_argument("--calls", type=int, help="calls of each rank in a schedule (default: 2 to 6, drawn)")
     parser.add_argument(
@@ -107,6 +112,12 @@ def main(options: argparse.Namespace, ranks: list[int] | None, names: list[str])
         raise ArgumentError("--rows is for searches: leave out --exhaustive, --mutants and --page")
     links = [sim.link(name) for name in listed(options.link, "--link")]
     end = None if options.seconds is None else time.monotonic() + options.seconds
+    if options.variant not in ABLATIONS:
+        raise ArgumentError(f"--variant {options.variant!r} is not known; use {', '.join(ABLATIONS)}")
+    if options.variant != SHIPPED and (options.mutants is not None or options.page):
+        raise ArgumentError("--variant is for protocols: mutants and the page are of the shipped kernels")
+    if options.variant != SHIPPED and options.rows:
+        raise ArgumentError("--variant and --rows: variants have no epilogues, leave out one of the two")
     if options.mutants is not None:
         return _mutants(options)
     if options.page:
@@ -118,6 +129,9 @@ def main(options: argparse.Namespace, ranks: list[int] | None, names: list[str])
             if why is not None:
                 raise NotAdmittedError(f"--rows: {why}")
         wanted = [p for p in wanted if NORM.refusal(p) is None]
+    for p in wanted if names else ():
+        variants.check(options.variant, p)
+    wanted = [p for p in wanted if ABLATIONS[options.variant].refusal(p) is None]
     covered: list[Tally] = []
     try:
         return _search(options, wanted, ranks or list(RANKS), links, end, covered, named=bool(names))
@@ -150,7 +164,7 @@ def _search(
     covered: list[Tally],
     named: bool,
 ) -> int:
-    kernels, progress, failed = Kernels(), Progress(), 0
+    kernels, progress, failed = Kernels(variant=options.variant), Progress(), 0
     for proto in wanted:
         for link in links:
             for n in [2] if options.exhaustive is not None else ranks:
@@ -196,6 +210,7 @@ def _report(options: argparse.Namespace, t: Tally, kernels: Kernels) -> bool:
         rows = " --rows" if t.rows else ""
         force = " --force" if options.force else ""
         sequential = " --sequential" if options.sequential else ""
+        sequential += "" if options.variant == SHIPPED else f" --variant {options.variant}"
         print(
             f"after {t.schedules} schedules; again: python -m fcomm verify --protocol {t.protocol.name} --ranks {t.ranks} "
             f"--link {t.link.name}{calls}{rows}{force}{sequential} --seed {found.seed} --schedules 1"
