@@ -32,6 +32,7 @@ from fcomm.grids import default_shape
 from fcomm.measure import SKEW, STAGING
 from fcomm.protocols import protocols
 from fcomm.sizes import format_size
+from fcomm.variants import SHIPPED
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -146,7 +147,7 @@ def read(runs: Sequence[Run], mode: str | None = None) -> Table:
         registered = protocols()
         named = {p for p in cases["protocol"] if p in registered and registered[p].algorithm.forms is None}
         cases = cases[(cases["mode"] == mode) & cases["protocol"].isin(named) & (cases["ranks"] > 1)]
-        cases = cases[(cases["status"] == "measured") & (cases["iterations"] > 0)]
+        cases = cases[(cases["status"] == "measured") & (cases["iterations"] > 0) & (cases["variant"] == SHIPPED)]
         if cases.empty:
             raise RecordError(f"{run.path} has no {mode} times of a protocol between two or more ranks")
         slowest = run.samples[run.samples["case"].isin(cases["case"])]
@@ -199,6 +200,10 @@ def _best_input(every: pd.DataFrame) -> pd.DataFrame:
 def _refuse(run: Run) -> None:
     if run.cases["time_sliced"].any() or run.samples.empty:
         run.for_figures()  # says why not; where it does not refuse it takes seconds, for statistics that no fit needs
+    if run.request.get("link"):
+        raise RecordError(
+            f"{run.path} was taken with an emulated link ({run.request['link']}): a model is of a machine's own links"
+        )
     if not run.complete:
         raise RecordError(f"{run.path} is not complete: finish it with --resume {run.path}")
     bad = run.cases[(run.cases["wrong"] > 0) | (run.cases["status"] == "wrong")]

@@ -33,6 +33,7 @@ from fcomm.measure import (
     weighted_interval,
 )
 from fcomm.source import LAUNCHES
+from fcomm.variants import LADDER, SHIPPED, WITHOUT
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -117,6 +118,56 @@ def measured(
     frame["l2_share"] = l2_share(frame)
     frame["masked"] = frame["l2_share"] > L2_SHARE
     return frame.reset_index(drop=True)
+
+
+STAGE_KEY = ("collective", "protocol", "dtype", "mode", "dependent_launch", "ranks", "nbytes")
+
+
+def stages(run: Run) -> pd.DataFrame:
+    """What each stage of a call adds, one row for each case of `STAGE_KEY` and each stage, in the order of `variants.STAGES`.
+
+    up_to_us, low_us, high_us : latency of the kernel that ends with the stage, and its 95 % interval. stage_us : what that is
+    beyond the kernel before it; the last one is the shipped kernel, so these add up to its time. share : of `shipped_us`. alone_us :
+    what the shipped kernel saves without this stage alone (NaN where it cannot be left out). shipped_us : the shipped kernel,
+    measured once more as a candidate of its own. floor_us : a kernel of the same grid that copies its input to its output.
+    Cases that lack a stage are left out; `RecordError` where none is left, and for time-sliced runs.
+    """
+    import pandas as pd
+
+    run.refuse_time_sliced()
+    by_case: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for row in rows(run.latency):
+        by_case.setdefault(tuple(row[c] for c in STAGE_KEY), {})[row["variant"]] = row
+    found = []
+    for key, of_it in by_case.items():
+        if not {SHIPPED, *(v.name for v in LADDER.values())} <= of_it.keys():
+            continue
+        shipped, before_us = of_it[SHIPPED], 0.0
+        for stage, last in LADDER.items():
+            row = of_it[last.name]
+            without = of_it.get(WITHOUT[stage].name) if stage in WITHOUT else None
+            found.append(
+                {
+                    **dict(zip(STAGE_KEY, key, strict=True)),
+                    "blocks": row["blocks"],
+                    "threads": row["threads"],
+                    "stage": stage,
+                    "up_to_us": row["latency_us"],
+                    "low_us": row["low_us"],
+                    "high_us": row["high_us"],
+                    "stage_us": row["latency_us"] - before_us,
+                    "share": (row["latency_us"] - before_us) / shipped["latency_us"],
+                    "alone_us": math.nan if without is None else shipped["latency_us"] - without["latency_us"],
+                    "shipped_us": shipped["latency_us"],
+                    "floor_us": shipped["floor_us"],
+                    "emulated": row["emulated"],
+                }
+            )
+            before_us = row["latency_us"]
+    if not found:
+        raise RecordError(f"{run.path} has no case with all stages: it is not a breakdown, or had no time for one")
+    order = ["mode", "dtype", "dependent_launch", "protocol", "ranks", "nbytes"]
+    return pd.DataFrame(found).sort_values(order, kind="stable").reset_index(drop=True)
 
 
 def first_kind(run: Run, collective: str, mode: str | None = None, dtype: str | None = None) -> pd.DataFrame:
@@ -439,7 +490,7 @@ def caption(run: Run, frame: pd.DataFrame) -> str:
             )
         else:
             said.append("No point is masked as being about the L2.")
-    asked = run.cases[(run.cases["ranks"] > 1) & (run.cases["protocol"] != FLOOR)]
+    asked = run.cases[(run.cases["ranks"] > 1) & (run.cases["protocol"] != FLOOR) & (run.cases["variant"] == SHIPPED)]
     for column in ("collective", "mode", "dtype", "dependent_launch"):
         asked = asked[asked[column].isin(set(frame[column]))]
     lost = asked[~asked["status"].isin(["measured", "refused"])]

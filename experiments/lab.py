@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 RUNS = "FLASH_COMM_RUNS"
 """Environment variable: folders of the runs that notebooks look at, separated as in PATH."""
 
+MAPS = "FLASH_COMM_MAPS"
+"""The same for maps of `experiments.links`."""
+
 
 def runs(*folders: str | Path) -> list[Run]:
     """The runs to look at: those named here, else those of `RUNS`, else the ones that come with the repository."""
@@ -33,6 +36,25 @@ def runs(*folders: str | Path) -> list[Run]:
     if not found:
         raise ArgumentError(f"{figures.SHIPPED} has no runs: name folders of your own, such as lab.runs('results/...')")
     return [records.load(f) for f in found]
+
+
+def link_map(*folders: str | Path) -> tuple[pd.DataFrame, dict[str, Any]]:
+    """Frame and provenance of a map of `experiments.links`: the one named here, else that of `MAPS`, else the one that comes with the
+    repository; where there is none, a small one that is measured now, on the cpu backend.
+    """
+    from experiments import link_maps
+
+    named = folders or [f for f in os.environ.get(MAPS, "").split(os.pathsep) if f]
+    found = [Path(f) for f in named] or link_maps.shipped()
+    if not found:
+        out = workplace()
+        said = mpirun(2, "-m", "experiments.links", "map", "--backend", "cpu", "--samples", "6", "--out", out)
+        found = [path.parent for path in out.rglob("map.parquet")]
+        if not found:
+            raise SetupError(
+                f"no map comes with the repository, and none could be measured: {said.strip().splitlines()[-1]}"
+            )
+    return link_maps.load(found[0])
 
 
 def figure(of: Sequence[Run], name: str) -> Figure | None:

@@ -303,15 +303,11 @@ def breakdown(runs: Sequence[Run]) -> str:
 
 
 def _stages(run: Run) -> pd.DataFrame | None:
-    """Rows of `frames.stages`, which knows the variants; None where the run has none."""
-    stages = getattr(frames, "stages", None)
-    if stages is None or "variant" not in run.cases or run.cases["variant"].nunique() < 2:
-        return None
+    """`frames.stages`; None where the run is no breakdown."""
     try:
-        found: pd.DataFrame = stages(run)
+        return frames.stages(run)
     except RecordError:
         return None
-    return found
 
 
 def breakdown_table(stages: pd.DataFrame) -> str:

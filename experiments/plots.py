@@ -235,6 +235,70 @@ def png(figure: Figure) -> bytes:
     return encode(figure, "png")
 
 
+STAGE_COLOURS = (
+    "#555555",
+    "#999999",
+    "#56B4E9",
+    "#0072B2",
+    "#E69F00",
+    "#CCCCCC",
+    "#F0E442",
+    "#D55E00",
+    "#009E73",
+    "#CC79A7",
+)
+"""Of `variants.STAGES`, in their order: what no protocol can do without in greys and blues, what one is made of in colours."""
+
+
+def breakdown(run: Run) -> Figure:
+    """Where the time of a call goes: a bar of stages for each protocol, size and launch feature, a panel for each rank count.
+
+    Stages below zero (hidden by what came before) hang below the axis; the black mark is the shipped kernel, measured apart.
+    Raises `RecordError` where the run is no breakdown, or is time-sliced.
+    """
+    found = frames.stages(run)
+    found = found[found["mode"] == found["mode"].iloc[0]]
+    counts = _rank_counts(found)
+    bars = found[["protocol", "nbytes", "dependent_launch"]].drop_duplicates().reset_index(drop=True)
+    several = bars["dependent_launch"].nunique() > 1
+    labels = [
+        f"{protocol}\n{format_size(int(nbytes))}{f', {launch}' if several else ''}"
+        for protocol, nbytes, launch in bars.itertuples(index=False)
+    ]
+    figure, axes = _panels(counts, width=max(0.75 * len(bars) * min(len(counts), PANELS_IN_A_ROW), 7.2), height=3.4)
+    for axis, n in zip(axes.flat, counts, strict=False):
+        of_n = found[found["ranks"] == n]
+        for x, (protocol, nbytes, launch) in enumerate(bars.itertuples(index=False)):
+            bar = of_n[
+                (of_n["protocol"] == protocol) & (of_n["nbytes"] == nbytes) & (of_n["dependent_launch"] == launch)
+            ]
+            up, down = 0.0, 0.0
+            for colour, row in zip(STAGE_COLOURS, rows(bar), strict=False):
+                us = row["stage_us"]
+                axis.bar(
+                    x, us, 0.7, bottom=up if us >= 0 else down, color=colour, edgecolor="white", linewidth=0.4,
+                    label=row["stage"],
+                )  # fmt: skip
+                up, down = (up + us, down) if us >= 0 else (up, down + us)
+            if len(bar):
+                axis.hlines(
+                    bar["shipped_us"].iloc[0], x - 0.42, x + 0.42, color="black", linewidth=1.6, label="shipped"
+                )
+        axis.axhline(0, color="black", linewidth=0.6)
+        axis.set_xticks(range(len(labels)), labels, rotation=90, fontsize=7)
+        axis.tick_params(labelbottom=True)
+    for axis in axes[:, 0]:
+        axis.set_ylabel("µs, slowest rank", fontsize=9)
+    frame = run.latency[run.latency["ranks"] > 1].assign(masked=False)
+    said = (
+        "Stage: difference of two kernels, of which the second one has that stage more; the last one is the shipped kernel. Below zero: "
+        "hidden by what came before."
+    )
+    return _finish(
+        run, figure, axes, frame, _title(frame, ": where the time goes"), "µs, slowest rank", said, xlabel=""
+    )
+
+
 # ---- the paper's figures: one thing beside another, from experiments.frames ------------------------------------------
 
 SIDE_LOOKS: dict[str, dict[str, Any]] = {

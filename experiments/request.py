@@ -12,14 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from experiments import peers
-from fcomm import measure, settings
+from fcomm import links, measure, settings
 from fcomm.cli import Parser
 from fcomm.dtypes import reducible
 from fcomm.errors import ArgumentError, RecordError
 from fcomm.measure import ARRAY, COPY, IN_GRAPHS, SANDWICH_DEPENDENT, SANDWICHES, SKEW, STAGING, Case
-from fcomm.protocols import GpuShare, protocol, protocols
+from fcomm.protocols import PLACEMENTS, GpuShare, protocol, protocols
 from fcomm.sizes import format_size, parse_size
 from fcomm.source import LAUNCHES
+from fcomm.variants import ABLATIONS, SHIPPED
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
 GPU_LAUNCHES = ("none", "late")
@@ -83,6 +84,12 @@ class Request:
     """Of mode skew: by how much one rank is held up."""
     late_rank: int | None = None
     """Of mode skew: which one; None: each in turn."""
+    link: str = ""
+    """The emulated link between the ranks (`fcomm.links.parse`). Empty: none."""
+    placement: str = "device"
+    """Where slots lie: device, or host."""
+    variants: tuple[str, ...] = (SHIPPED,)
+    """How kernels are compiled, of `fcomm.variants`."""
 
     def resolved(self, backend: str) -> Request:
         """With what was left open - modes, launch features, calls, shapes - as that backend has it by default."""
@@ -183,6 +190,23 @@ def parser() -> argparse.ArgumentParser:
         "--peers",
         metavar="LIST",
         help=f"all-reduces of other libraries beside ours: {', '.join(peers.OPTIONS)} (none); what cannot run says why",
+    )
+    p.add_argument(
+        "--link",
+        metavar="LINK",
+        help="emulate a slower link between the ranks: latency_us=0.7,gbps=450, or one of "
+        f"{', '.join(links.PRESETS)} (docs/links.md) (none)",
+    )
+    p.add_argument(
+        "--placement",
+        choices=PLACEMENTS,
+        help="where slots lie: device memory, or pinned host memory, which is for ll and flag only (device)",
+    )
+    p.add_argument(
+        "--variants",
+        metavar="LIST",
+        help="; ".join(f"{v.name}: {v.meaning}" for v in ABLATIONS.values())
+        + "; of the protocols that have them (shipped)",
     )
     p.add_argument("--backend", choices=("auto", "cpu", "cuda"), help="auto: cuda where there is a GPU (auto)")
     p.add_argument(
@@ -348,7 +372,21 @@ def build_request(args: argparse.Namespace, started: int) -> Request:
         shapes=args.shapes or "",
         delays_us=() if args.delays is None else parse_delays(args.delays),
         late_rank=args.late_rank,
+        placement=args.placement or "device",
+        link="" if args.link is None else str(links.parse(args.link)),
+        variants=_variants(args.variants, names, collectives),
     )
+
+
+def _variants(text: str | None, names: Sequence[str], collectives: Sequence[str]) -> tuple[str, ...]:
+    """The variants that were asked for; each must be one of some protocol that was."""
+    found = _list("--variants", text, list(ABLATIONS)) or (SHIPPED,)
+    asked = [p for p in protocols().values() if p.collective in collectives and (not names or p.name in names)]
+    for name in found:
+        refusals = [ABLATIONS[name].refusal(p) for p in asked]
+        if None not in refusals:
+            raise ArgumentError(f"--variants {name!r}: none of these protocols has it: {refusals[0]}")
+    return found
 
 
 def candidates(
@@ -376,11 +414,15 @@ def candidates(
             for launch in request.launches if launches is None else launches:
                 if mode == SANDWICH_DEPENDENT and launch == "none":
                     continue  # neighbours have what the communicator has
-                case = Case(collective, name, dtype, nbytes, n, mode, None, launch)
-                reason = case.refusal(capabilities, gpu)
-                if reason is None or request.protocols:
-                    where = [replace(case, input=i) for i in _inputs(request, case, gpu)]
-                    found |= dict.fromkeys([one for c in where for one in _delayed(request, c)], reason)
+                for variant in request.variants:
+                    case = Case(collective, name, dtype, nbytes, n, mode, None, launch, variant=variant)
+                    form = case.form(gpu)
+                    if form is not None and case.kind.refusal(form) is not None:  # there is no such kernel
+                        continue
+                    reason = case.refusal(capabilities, gpu)
+                    if reason is None or request.protocols:
+                        where = [replace(case, input=i) for i in _inputs(request, case, gpu)]
+                        found |= dict.fromkeys([one for c in where for one in _delayed(request, c)], reason)
     return found
 
 
@@ -441,7 +483,7 @@ def dry_run(request: Request) -> str:
                     calls[cases[0].point] = (cost * len(cases), len(cases))
                     costs[cases[0].point] = (sum(of_point), len(cases))
                     lines += [
-                        f"{n:8d} {format_size(nbytes):>10s} {dtype:>11s}  {c.protocol:<26s}  {c.mode_label:<18s} "
+                        f"{n:8d} {format_size(nbytes):>10s} {dtype:>11s}  {c.label:<26s}  {c.mode_label:<18s} "
                         f"{c.dependent_launch:<6s} {c.input:<8s} ~ {cost * 1e6:,.0f} us"
                         for c in cases
                     ]

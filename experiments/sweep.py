@@ -41,14 +41,16 @@ from experiments.request import (
     dry_run,
     parser,
 )
-from experiments.tables import latency_csv, nccl_table, rows, summary_tables
+from experiments.tables import latency_csv, nccl_table, rows, summary_tables, variant_table
 from fcomm import Communicator, bootstrap, measure, provenance, records, settings
 from fcomm.dtypes import BYTES, REDUCIBLE
 from fcomm.errors import ArgumentError, DeviceError, FcommError, NotAdmittedError, RecordError
 from fcomm.measure import FLOOR, Case
+from fcomm.measure_links import Medium
 from fcomm.protocols import GpuShare, protocols
 from fcomm.sizes import format_size
 from fcomm.source import Specialisation
+from fcomm.variants import SHIPPED
 
 T = TypeVar("T")
 
@@ -106,17 +108,18 @@ class _Buffers:
 class Communicators:
     """The communicators of one rank count: one for each launch feature, and one more wherever one cannot serve.
 
-    A baseline whose kernel counts by the block keeps to one grid on a communicator, so each grid of its own has another.
+    A baseline whose kernel counts by the block keeps to one grid on a communicator, so each grid of its own has another. So
+    has each variant of our kernels.
     """
 
-    def __init__(self, make: Callable[[str], Communicator]) -> None:
+    def __init__(self, make: Callable[[str, str], Communicator]) -> None:
         self._make = make
-        self._made: dict[tuple[str, int | None], Communicator] = {}
+        self._made: dict[tuple[str, int | None, str], Communicator] = {}
         self._beside: dict[tuple[str, str], Communicator] = {}
 
     def launch(self, name: str) -> Communicator:
         """The one with a launch feature. Collective where it is made."""
-        return self._get(name, None)
+        return self._get(name, None, SHIPPED)
 
     def of(self, case: Case) -> Communicator:
         """The one that runs the case. Collective where it is made, and by all ranks in the same order."""
@@ -126,20 +129,21 @@ class Communicators:
                 self._beside[key] = peers.beside(self.launch(case.dependent_launch), case.protocol)
             return self._beside[key]
         blocks = None if case.shape is None else search.fixed_blocks(case, self.first.gpu)
-        return self._get(case.dependent_launch, blocks)
+        return self._get(case.dependent_launch, blocks, case.variant)
 
-    def _get(self, launch: str, blocks: int | None) -> Communicator:
-        if (launch, blocks) not in self._made:
-            self._made[launch, blocks] = self._make(launch)
-        return self._made[launch, blocks]
+    def _get(self, launch: str, blocks: int | None, variant: str) -> Communicator:
+        key = launch, blocks, variant
+        if key not in self._made:
+            self._made[key] = self._make(launch, variant)
+        return self._made[key]
 
     def drop(self, launch: str) -> None:
         """Leaves out a launch feature that turned out not to be there."""
-        del self._made[launch, None]
+        del self._made[launch, None, SHIPPED]
 
     @property
     def launches(self) -> list[str]:
-        return [launch for launch, blocks in self._made if blocks is None]
+        return [launch for launch, blocks, variant in self._made if blocks is None and variant == SHIPPED]
 
     @property
     def first(self) -> Communicator:
@@ -175,6 +179,8 @@ class Surveyed:
     blocks: int = 0
     threads: int = 0
     planned: int = 0
+    bits: dict[str, int] = field(default_factory=dict)
+    """What its order of summation does to bits, where that is not fixed (`measure.order_in_bits`)."""
 
 
 @dataclass
@@ -231,8 +237,14 @@ class Sweep:
     def look_around(self) -> None:
         """Facts about the machine, from a communicator of all ranks: what cannot work at all fails here."""
         r = self.request
-        with Communicator(self.world, backend=r.backend, max_bytes=4096, model="seed") as comm:
+        with Communicator(self.world, backend=r.backend, max_bytes=4096, model="seed", placement=r.placement) as comm:
             self.facts = provenance.collect(comm)
+            if (
+                self.facts["backend"] == "cuda"
+                and comm.world_size > 1
+                and not any(d.get("time_sliced") for d in self.facts["devices"])
+            ):
+                self.facts["one_way_us"] = float(np.median(Medium(comm).one_way_us()))
             self.request = r.resolved(self.facts["backend"])
             self.pace = measure.Pace(measure.VISIT_S[self.facts["backend"]])
             self._compile_ahead(comm)
@@ -268,7 +280,8 @@ class Sweep:
                             form = case.form(comm.gpu)
                             if why is None and form is not None:
                                 element = BYTES if form.algorithm.moves_bytes else REDUCIBLE[dtype]
-                                spec = Specialisation(form, element, n, aligned, case.dependent_launch)
+                                launch, linked = case.dependent_launch, bool(r.link)
+                                spec = Specialisation(form, element, n, aligned, launch, linked, variant=case.variant)
                                 specs[spec.name] = spec
         jobs: list[Callable[[], object]] = [partial(backend.kernel, spec) for spec in specs.values()]
         if not self.cuda:
@@ -294,14 +307,17 @@ class Sweep:
         options: dict[str, Any] = {"timeout_s": HANG_S} if self.cuda and "FCOMM_TIMEOUT_S" not in os.environ else {}
         with ExitStack() as stack:
 
-            def make(launch: str) -> Communicator:
+            def make(launch: str, variant: str) -> Communicator:
                 return stack.enter_context(
                     Communicator(
                         self.subs[n],
                         backend=self.facts["backend"],
                         max_bytes=max(self.request.sizes),
                         dependent_launch=launch,
+                        link=self.request.link or None,
+                        placement=self.request.placement,
                         model="seed",  # no fitted launch shapes: the default of a protocol is what its authors set
+                        variant=variant,
                         **options,
                     )
                 )
@@ -382,6 +398,7 @@ class Sweep:
     def _expected_bytes(self) -> int:
         r = self.request
         points = len(r.sizes) * len(r.dtypes) * len(r.modes) * len(r.launches) * max(len(r.protocols), len(protocols()))
+        points *= len(r.variants)
         # 19 bytes a row in the stream, as many again at most in Parquet; a figure and tables. Few cases are in doubt for long.
         calls = min(r.calls, 4 * measure.LEAST)
         return 4 << 20 | points * sum(r.ranks) * calls * 2 * 19
@@ -440,7 +457,7 @@ class Sweep:
                         # Sizes ascend: what the last one took, by its bytes, is what this one takes at most.
                         start = self.elapsed_s()
                         if run and first.mpi.bcast(start + per_byte_s * nbytes < deadline_s):
-                            default = self._survey_point(comms, run)
+                            default = self._survey_variants(comms, run)
                             found += default + self._survey_tuned(comms, shapes, default)
                             per_byte_s = (self.elapsed_s() - start) / nbytes
                         else:
@@ -458,6 +475,14 @@ class Sweep:
         for case, why in peers.cases(r.peers, collective, dtype, nbytes, n, r.modes, comms.launches).items():
             found[case] = why or peers.refused_here(first, case)
         return found
+
+    def _survey_variants(self, comms: Communicators, cases: list[Case]) -> list[Surveyed]:
+        """Checks the cases of a point; variants in the grid that the shipped kernel has, where their own might be another one."""
+        found = self._survey_point(comms, [case for case in cases if case.variant == SHIPPED])
+        grids: dict[Case, tuple[int, int]] = comms.mpi.bcast({s.case: (s.blocks, s.threads) for s in found if s.blocks})
+        rest = (case for case in cases if case.variant != SHIPPED)
+        fixed = [replace(case, shape=case.shape or grids.get(replace(case, variant=SHIPPED))) for case in rest]
+        return found + self._survey_point(comms, fixed)
 
     def _survey_tuned(self, comms: Communicators, shapes: search.Shapes, default: Sequence[Surveyed]) -> list[Surveyed]:
         """Checks the cases of a point with the launch shapes that were found for them, where these are others at all."""
@@ -555,15 +580,19 @@ class Sweep:
         data = [measure.Dataset(comms.first, (*seed, k), first, forms) for k in range(measure.DATASETS)]
         wrong, more = measure.verify(mpi, bound, data)
         failed |= more
-        seconds, more = measure.call_seconds(mpi, [b for b in bound if b.case not in failed and not wrong[b.case]])
+        seconds, more = measure.call_seconds(mpi, [b for b in bound if b.case not in failed and wrong[b.case] <= 0])
+        failed |= more
+        unfixed = [b for b in bound if not b.case.kind.exact and b.case not in failed]
+        counted, more = measure.order_in_bits(mpi, unfixed, data)
         failed |= more
         for b in bound:
             s = surveyed[b.case]
             if b.case not in failed:
                 s.blocks, s.threads = measure.grid(b.comm, b.case, b.x, b.out)
-            s.wrong, s.checked_calls, s.cost_s = wrong[b.case], measure.CHECKED_CALLS, seconds.get(b.case, 0.0)
+            s.wrong, s.cost_s, s.bits = wrong[b.case], seconds.get(b.case, 0.0), counted.get(b.case, {})
+            s.checked_calls = measure.CHECKED_CALLS if b.case.kind.checked else 0
         for case, s in surveyed.items():
-            if s.wrong:
+            if s.wrong > 0:
                 s.status, s.reason = "wrong", f"{s.wrong} elements of {measure.CHECKED_CALLS} calls were wrong"
             if case in failed:
                 # What the communicator does not take - a grid that has no room here, say - was never launched.
@@ -653,6 +682,7 @@ class Sweep:
             "status": s.status,
             "reason": s.reason,
             "l2_gbps": place.l2_gbps,
+            **s.bits,
             "emulated": any(bool(d.get("emulation")) for d in devices),
             "time_sliced": any(bool(d.get("time_sliced")) for d in devices) and n > 1,
         }
@@ -874,7 +904,7 @@ class Sweep:
             self.recorder.save("table.txt", f"{table}\n".encode())
             self.recorder.save("latency.csv", latency_csv(run.latency))
             kept = self._derived(run)
-            for line in (*self._missing(), *_remarks(run)):
+            for line in (*self.missing(), *_remarks(run)):
                 print(line)
             print(
                 f"{run.path}/ has the records{''.join(f', {name}' for name in kept)}; taken on the {run.taken_on}",
@@ -892,6 +922,13 @@ class Sweep:
         from experiments import plots
 
         kept = []
+        if run.latency["variant"].nunique() > 1:
+            text = variant_table(run)
+            print(f"\n{text}")
+            self.recorder.save("variants.md", f"{text}\n".encode())
+            kept.append("variants.md")
+        if not (run.latency["variant"] == SHIPPED).any():
+            return kept
         for name, text in summary_tables(run).items():
             print(f"\n{text}")
             self.recorder.save(name, f"{text}\n".encode())
@@ -901,7 +938,7 @@ class Sweep:
             kept.append(name)
         return kept
 
-    def _missing(self) -> Iterator[str]:
+    def missing(self) -> Iterator[str]:
         """Launch features that were asked for and are not there."""
         told = {(launch, why) for place in self.places.values() for launch, why in place.no_launch.items()}
         for launch, why in sorted(told):
@@ -924,7 +961,7 @@ def _points(cases: Iterable[Surveyed]) -> dict[Any, list[Surveyed]]:
 def _floors(found: Sequence[Surveyed]) -> list[Surveyed]:
     """The floor of each case that is timed in graphs: one for each grid and launch feature of a point."""
     wanted = {
-        replace(s.case, protocol=FLOOR, shape=(s.blocks, s.threads), input=measure.ARRAY): None
+        replace(s.case, protocol=FLOOR, shape=(s.blocks, s.threads), input=measure.ARRAY, variant=SHIPPED): None
         for s in found
         if s.case.mode == "graph" and s.status == "measured" and s.blocks
     }
@@ -943,7 +980,7 @@ def _remarks(run: records.Run) -> Iterator[str]:
     for status, what in shown.items():
         cases = run.cases[run.cases["status"] == status]
         for reason, of_it in cases.groupby("reason", sort=False):
-            listed = [f"{c['protocol']} {format_size(c['nbytes'])} {c['dtype']} on {c['ranks']}" for c in rows(of_it)]
+            listed = [f"{_named(c)} {format_size(c['nbytes'])} {c['dtype']} on {c['ranks']}" for c in rows(of_it)]
             more = f" and {len(listed) - 6} more" if len(listed) > 6 else ""
             yield f"# {what} ({reason}): {', '.join(listed[:6])}{more}"
     measured = run.cases[run.cases["status"] == "measured"]
@@ -954,6 +991,10 @@ def _remarks(run: records.Run) -> Iterator[str]:
         yield f"# {len(cut)} cases have fewer calls than planned: the machine was slower than when asked, and rounds were left out"
 
 
+def _named(c: Mapping[str, Any]) -> str:
+    return str(c["protocol"] if c["variant"] == SHIPPED else f"{c['protocol']} {c['variant']}")
+
+
 def _cases_by_number(run: records.Run) -> dict[int, Case]:
     return {int(c["case"]): Case.from_columns(c) for c in rows(run.cases)}
 
@@ -961,7 +1002,8 @@ def _cases_by_number(run: records.Run) -> dict[int, Case]:
 OPTIONS = {
     "peers": "peers", "sizes": "sizes", "ranks": "ranks", "dtypes": "dtypes", "protocols": "protocols", "modes": "modes", "calls": "calls",
     "budget": "budget_s", "seed": "seed", "collective": "collectives", "launch": "launches", "inputs": "inputs",
-    "shapes": "shapes", "share": "share", "delays": "delays_us", "late_rank": "late_rank",
+    "shapes": "shapes", "share": "share", "delays": "delays_us", "late_rank": "late_rank", "link": "link", "placement": "placement",
+    "variants": "variants",
 }  # fmt: skip
 """Options that describe a run, with the field of its request that each one sets."""
 
@@ -1024,7 +1066,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(dry_run(request))
         return 0
     request = _request(world, args)
-    with _shared_gpu(world, request):
+    with shared_gpu(world, request):
         sweep = Sweep(world, request, started_s)
         try:
             return _run(sweep, args)
@@ -1034,7 +1076,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 @contextmanager
-def _shared_gpu(world: MPI.Intracomm, request: Request) -> Iterator[None]:
+def shared_gpu(world: MPI.Intracomm, request: Request) -> Iterator[None]:
     """Where ranks outnumber the GPUs, a private MPS daemon lets them run at once. Before any rank uses CUDA."""
     wanted = settings.backend() if request.backend == "auto" else request.backend
     if wanted == "cpu":

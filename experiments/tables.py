@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fcomm import measure
@@ -11,6 +11,7 @@ from fcomm.errors import ArgumentError
 from fcomm.measure import FLOOR, SKEW, STAGING, mode_label
 from fcomm.protocols import protocols
 from fcomm.sizes import format_size
+from fcomm.variants import ABLATIONS, SHIPPED, variant
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -33,6 +34,7 @@ def _header(mode_width: int) -> str:
 def nccl_table(run: Run) -> str:
     """One line for each case: ranks, size, count, type, protocol, mode, launch, input, shape, time, bandwidths, wrong, floor.
 
+    A variant stands behind its protocol's name; what was not checked has N/A for its wrong elements.
     shape : blocks x threads that were launched; with a star where they are not the default ones.
     """
     measured = {row["case"]: row for row in rows(run.latency)}
@@ -42,13 +44,16 @@ def nccl_table(run: Run) -> str:
     width = max([9, *map(len, labels)])
     lines = [_header(width)]
     for case, label in zip(rows(ordered), labels, strict=True):
+        if case["variant"] != SHIPPED:
+            case["protocol"] += f" {case['variant']}"
         head = "{ranks:8d} {nbytes:12d} {count:12d} {dtype:>11s}  {protocol:<26s}".format_map(case)
         head += f"  {label:<{width}s}  {case['dependent_launch']:<6s}  {case['input']:<7s} {_shape(case):>10s}"
         if case["case"] in measured:
             row = measured[case["case"]]
+            wrong = row["wrong"] if row["wrong"] >= 0 else "N/A"
             us = "{latency_us:9.1f}" if row["emulated"] or row["latency_us"] >= 1000 else "{latency_us:9.2f}"
             floor = "-" if math.isnan(row["floor_multiple"]) else f"{row['floor_multiple']:.2f}"
-            tail = f" {us} {{algbw_gbps:9.4f}} {{busbw_gbps:9.4f}} {{wrong:8d}} {floor:>9s}".format_map(row)
+            tail = f" {us} {{algbw_gbps:9.4f}} {{busbw_gbps:9.4f}} {wrong!s:>8s} {floor:>9s}".format_map(row)
         else:
             wrong = case["wrong"] if case["checked_calls"] else "-"
             tail = f" {'-':>9s} {'-':>9s} {'-':>9s} {wrong!s:>8s} {'-':>9s}  {case['reason']}"
@@ -58,7 +63,8 @@ def nccl_table(run: Run) -> str:
 
 def _shape(case: dict[str, Any]) -> str:
     launched = f"{case['blocks']}x{case['threads']}" if case["blocks"] else "-"
-    return f"{launched}*" if case["shape"] and case["protocol"] != FLOOR else launched
+    tuned = case["shape"] and case["protocol"] != FLOOR and case["variant"] == SHIPPED
+    return f"{launched}*" if tuned else launched
 
 
 def rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
@@ -267,6 +273,47 @@ def _where_best(found: pd.DataFrame, names: Sequence[str]) -> Iterator[str]:
             for n, of_n in won.groupby("ranks")
         ]
         yield f"- `{name}` is best at {'; '.join(places)}" if places else f"- `{name}` is never best"
+
+
+_SAME = ["collective", "mode", "dtype", "dependent_launch", "ranks", "nbytes", "protocol", "input", "blocks", "threads"]
+
+
+def variant_table(run: Run) -> str:
+    """Each variant's time beside that of the shipped kernel in the same grid, and what it does to bits; as Markdown."""
+    shipped = {_same(row): row for row in rows(run.latency) if row["variant"] == SHIPPED}
+    head = "ranks | size | type | protocol | launch | grid | variant | µs | 95 % | shipped, µs | variant / shipped"
+    head += " | not the contract's bits | ranks differ | calls differ"
+    lines = ["## Variants", "", f"| {head} |", "|" + "---|" * head.count("|") + "---|"]
+    ordered = run.latency[run.latency["variant"].isin(ABLATIONS) & (run.latency["variant"] != SHIPPED)].sort_values(
+        [*_SAME, "case"], kind="stable"
+    )
+    for row in rows(ordered):
+        beside = shipped.get(_same(row))
+        us = "-" if beside is None else f"{beside['latency_us']:.3f}"
+        ratio = "-" if beside is None else f"{row['latency_us'] / beside['latency_us']:.3f}"
+        parts = [
+            row["ranks"], format_size(row["nbytes"]), row["dtype"], f"`{row['protocol']}`", row["dependent_launch"],
+            f"{row['blocks']}x{row['threads']}", f"`{row['variant']}`", f"{row['latency_us']:.3f}",
+            f"{row['low_us']:.3f} to {row['high_us']:.3f}", us, ratio, *_order_in_bits(row),
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(str(part) for part in parts)} |")
+    said = (
+        f"{run.taken_on}. Bits are counted in one call, the most of a few: over all ranks' results; those in which the "
+        "ranks do not agree; over all ranks' results, against another call on the same data. Exact variants have none of them."
+    )
+    return "\n".join([*lines, "", said])
+
+
+def _same(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return mode_label(row["mode"], row["delay_us"]), *(row[c] for c in _SAME)
+
+
+def _order_in_bits(row: dict[str, Any]) -> list[str]:
+    if variant(row["variant"]).exact:
+        return ["0", "0", "0"]
+    results = row["ranks"] * row["count"]
+    of = (("inexact", results), ("ranks_differ", row["count"]), ("calls_differ", results))
+    return ["-" if math.isnan(row[name]) else f"{int(row[name])} of {total}" for name, total in of]
 
 
 def summary_tables(run: Run) -> dict[str, str]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fcomm import errors
+from fcomm import epilogue, errors
+from fcomm.epilogue import Epilogue
 from fcomm.protocols import Encoding, protocols, register
 
 if TYPE_CHECKING:
@@ -12,7 +13,17 @@ if TYPE_CHECKING:
     from fcomm.communicator import Communicator
 
 __version__ = "0.1.0"
-__all__ = ["Communicator", "Encoding", "__version__", "calibrate", "errors", "protocols", "register"]
+__all__ = [
+    "Communicator",
+    "Encoding",
+    "Epilogue",
+    "__version__",
+    "calibrate",
+    "epilogue",
+    "errors",
+    "protocols",
+    "register",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -19,7 +19,7 @@ from fcomm import __version__
 from fcomm.cli import Parser, launcher_rank, listed, reader_is_gone
 from fcomm.dtypes import BYTES, movable, reducible
 from fcomm.errors import ArgumentError, FcommError, ModelError, NotAdmittedError, SetupError
-from fcomm.protocols import CELL_BYTES, protocol, protocols
+from fcomm.protocols import CELL_BYTES, PLACEMENTS, protocol, protocols
 from fcomm.sizes import check_elements, format_size, parse_size
 from fcomm.source import LAUNCHES
 from fcomm.verify import command
@@ -49,6 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     info.add_argument("--backend", choices=("auto", "cuda", "cpu"), default="auto")
     info.add_argument("--max-bytes", default="1M", help="message size that the slabs are made for (default 1M)")
+    info.add_argument("--placement", choices=PLACEMENTS, default="device", help="where slots lie (default device)")
     explain = commands.add_parser("explain", help="what a call of a given size would use (needs no GPU and no MPI)")
     explain.add_argument("--collective", choices=_collectives(), default="all_reduce")
     explain.add_argument("--bytes", default="64K", help="message size, such as 64K (default)")
@@ -96,7 +97,8 @@ def _info(options: argparse.Namespace) -> int:
     from fcomm.source import source_hash
 
     max_bytes = parse_size(options.max_bytes)
-    with Communicator(MPI.COMM_WORLD, backend=options.backend, max_bytes=max_bytes) as comm:
+    placement = options.placement
+    with Communicator(MPI.COMM_WORLD, backend=options.backend, max_bytes=max_bytes, placement=placement) as comm:
         facts = comm.mpi.gather(comm.backend.describe(), root=0)
         if comm.rank != 0 or facts is None:
             return 0
@@ -108,7 +110,8 @@ def _info(options: argparse.Namespace) -> int:
             if rank == 0 or fact != facts[0]:
                 name = "all ranks" if all(f == facts[0] for f in facts) else f"rank {rank}"
                 print(f"device     {name}: {fact.get('device')} ({details})")
-        print(f"slab       {format_size(comm.slab_bytes)} a rank for messages of {format_size(max_bytes)}")
+        where = ", in host memory" if comm.placement == "host" else ""
+        print(f"slab       {format_size(comm.slab_bytes)} a rank for messages of {format_size(max_bytes)}{where}")
         for region in comm.layout.regions().values():
             print(f"           {region.name}: one piece up to {format_size(region.capacity)}, {region.copies} copies")
         print(f"link       {', '.join(sorted(comm.capabilities))}")

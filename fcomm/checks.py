@@ -36,6 +36,29 @@ def wrong_elements(got: NDArray[Any], want: NDArray[Any]) -> int:
     return int(np.count_nonzero(a != b))
 
 
+def beyond_order(xs: Sequence[NDArray[Any]], got: NDArray[Any]) -> int:
+    """Number of elements that are not a sum of the ranks' arrays xs in some order, as the contract would round it.
+
+    Two float32 sums of n terms differ by (n - 1) 2^-23 times the sum of the terms' magnitudes at most, as each lies within half
+    of that of the exact one (Higham, Accuracy and Stability of Numerical Algorithms, section 4.2: each of n - 1 additions
+    contributes a relative error of 2^-24); then each is rounded to the element type, by half a unit in its last place. Results
+    that are not finite must have the contract's bits, and so must integers.
+    """
+    want = reduce_reference(xs).reshape(-1)
+    flat = np.ascontiguousarray(got).reshape(-1)
+    other = bits(flat) != bits(want)
+    if want.dtype.kind in "iu":
+        return int(np.count_nonzero(other))
+    info: Any = ml_dtypes.finfo(want.dtype)  # type: ignore[no-untyped-call]
+    with np.errstate(all="ignore"):
+        a, b = flat.astype(np.float64), want.astype(np.float64)
+        magnitude = sum(np.abs(x.reshape(-1).astype(np.float64)) for x in xs)
+        allowed = (len(xs) - 1) * 2.0**-23 * magnitude
+        allowed += float(info.eps) / 2 * (np.abs(a) + np.abs(b)) + float(info.smallest_subnormal)
+        near = np.isfinite(a) & np.isfinite(b) & (np.abs(a - b) <= allowed)
+    return int(np.count_nonzero(other & ~near))
+
+
 def reduce_reference(xs: Sequence[NDArray[Any]]) -> NDArray[Any]:
     """Sum of the ranks' arrays by the contract: float32 accumulation in rank order beginning with rank 0's value, one
     rounding to nearest even at the end; integers as unsigned; NaN results canonical. One array is returned as it is.
@@ -53,10 +76,45 @@ def reduce_reference(xs: Sequence[NDArray[Any]]) -> NDArray[Any]:
         acc = first.astype(np.float32)
         for x in xs[1:]:
             acc = acc + np.asarray(x).astype(np.float32)
-        out = acc.astype(first.dtype)
+    return rounded(acc, first.dtype)
+
+
+def rounded(x: NDArray[np.float32], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """The array in another float type, to nearest even, its NaNs canonical."""
+    with np.errstate(all="ignore"):
+        out = x.astype(dtype)
     flat = out.reshape(-1)
-    flat.view(f"u{flat.dtype.itemsize}")[np.isnan(acc.reshape(-1))] = CANONICAL_NAN[flat.dtype.itemsize]
+    flat.view(f"u{flat.dtype.itemsize}")[np.isnan(x.reshape(-1))] = CANONICAL_NAN[flat.dtype.itemsize]
     return out
+
+
+def tree_sum(terms: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Sums over the last axis as an epilogue's `values.sum` adds them: neighbours, then neighbouring sums, and so on; what a power
+    of two has more than there are terms counts as zeros.
+    """
+    count = terms.shape[-1]
+    more = (1 << (count - 1).bit_length()) - count
+    level = np.concatenate([terms, np.zeros((*terms.shape[:-1], more), np.float32)], axis=-1)
+    with np.errstate(all="ignore"):
+        while level.shape[-1] > 1:
+            level = level[..., 0::2] + level[..., 1::2]
+        total: NDArray[np.float32] = level[..., 0] + np.float32(0)
+    return total
+
+
+def add_residual(x: NDArray[Any], residual: NDArray[Any]) -> NDArray[Any]:
+    """What `epilogue.add_residual` makes of x: the sum in float32, rounded to x's type."""
+    with np.errstate(all="ignore"):
+        return rounded(x.astype(np.float32) + residual.astype(np.float32), x.dtype)
+
+
+def rms_norm(x: NDArray[Any], weight: NDArray[Any], epsilon: float) -> NDArray[Any]:
+    """What `epilogue.rms_norm` makes of x: rows are the last axis, all in float32, rounded to x's type once."""
+    wide = x.astype(np.float32)
+    with np.errstate(all="ignore"):
+        mean = tree_sum(wide * wide) / np.float32(x.shape[-1])
+        scale = np.float32(1) / np.sqrt(mean + np.float32(epsilon))
+        return rounded(wide * scale[..., None] * weight.astype(np.float32), x.dtype)
 
 
 def as_sent(name: str, x: NDArray[Any]) -> NDArray[Any]:

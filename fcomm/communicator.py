@@ -15,15 +15,38 @@ from numpy.typing import NDArray
 from fcomm import bootstrap, models, settings
 from fcomm.backends.base import Backend, LaunchShape, View
 from fcomm.dtypes import BYTES, REDUCIBLE, reducible
+from fcomm.epilogue import Bound, Fused, Operands, Separate, cells_held, row_shape
 from fcomm.errors import ArgumentError, ClosedError, DisagreementError, HangError, NotAdmittedError
 from fcomm.explanation import Explanation, explain
-from fcomm.grids import default_shape
+from fcomm.grids import default_shape, plain_shape
 from fcomm.group import Group, as_group, is_mpi
-from fcomm.layout import CALL_WORDS, ERROR_DTYPE, FIRST_CALL_WORD, V2_MAX_BLOCKS, SlabLayout, error_message
-from fcomm.protocols import COLLECTIVES, GpuShare, Protocol, hold, let_go, protocols, shard_bytes
+from fcomm.layout import (
+    CALL_WORDS,
+    ERROR_DTYPE,
+    FIRST_CALL_WORD,
+    V2_MAX_BLOCKS,
+    SlabLayout,
+    error_message,
+    params_dtype,
+)
+from fcomm.links import Link
+from fcomm.links import parse as parse_link
+from fcomm.protocols import (
+    CELL_BYTES,
+    COLLECTIVES,
+    PLACEMENTS,
+    GpuShare,
+    Protocol,
+    hold,
+    let_go,
+    protocols,
+    shard_bytes,
+)
 from fcomm.selector import AUTO, Selector
 from fcomm.sizes import format_size
 from fcomm.source import LAUNCHES, Specialisation, sources
+from fcomm.variants import SHIPPED, check_message
+from fcomm.variants import variant as variant_called
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -38,15 +61,15 @@ ALIGNMENT = 16
 _CALL_WORDS = struct.Struct(f"={len(CALL_WORDS)}Q")
 
 
-def _make_backend(name: str, mpi: Group, device: int | None) -> Backend:
+def _make_backend(name: str, mpi: Group, device: int | None, placement: str) -> Backend:
     if name == "cpu":
         from fcomm.backends.cpu import CpuBackend
 
-        return CpuBackend(mpi)
+        return CpuBackend(mpi, placement)
     if name == "cuda":
         from fcomm.backends.cuda import CudaBackend
 
-        return CudaBackend(mpi, device)
+        return CudaBackend(mpi, device, placement)
     raise ArgumentError(f"there is no backend {name!r}; use auto, cuda or cpu")
 
 
@@ -88,20 +111,33 @@ class Plan:
         channel: int,
         shape: LaunchShape | None,
         aligned: bool,
+        operands: Operands | None = None,
     ):
         element = BYTES if proto.algorithm.moves_bytes else REDUCIBLE[dtype]
         self.protocol = proto
-        self.pieces = _pieces(comm, proto, nbytes)
+        if operands is not None and operands.epilogue.refusal(proto) is not None:
+            operands = None  # it follows in a kernel of its own
+        self.fused = operands is not None
+        row_bytes = operands.columns * element.itemsize if operands is not None and operands.epilogue.by_row else 0
+        self.pieces = _pieces(comm, proto, nbytes, row_bytes or 1)
+        for piece in self.pieces:
+            check_message(comm.variant, proto, piece.nbytes, comm.world_size)
         aligned = aligned and not any((p.nbytes | p.stride | p.part) % ALIGNMENT for p in self.pieces)
-        spec = Specialisation(proto, element, comm.world_size, aligned, comm.dependent_launch)
-        self.kernel = comm.backend.kernel(spec)
-        most = proto.max_threads(comm.world_size)
-        fitted = comm.selector.shape(proto, nbytes) if shape is None else None
-        wanted = shape or LaunchShape(*(fitted or self._default_shape(comm)))
-        if wanted.threads % WARP or not WARP <= wanted.threads <= most or wanted.blocks < 1:
-            raise ArgumentError(
-                f"a launch shape is blocks >= 1 and threads a multiple of {WARP} up to {most}, not {wanted}"
+        fused = None
+        if row_bytes:
+            row_cells = proto.encodings[0].cells(row_bytes)
+            wanted = shape or row_shape(
+                self.pieces[0].nbytes // row_bytes, row_cells, comm.world_size, comm.gpu is None
             )
+        else:
+            fitted = comm.selector.shape(proto, nbytes) if shape is None else None
+            wanted = shape or LaunchShape(*(fitted or self._default_shape(comm)))
+        if operands is not None:
+            fused = Fused(operands.epilogue, cells_held(row_cells, max(wanted.threads, 1)) if row_bytes else 0)
+        linked = comm.link is not None
+        spec = Specialisation(proto, element, comm.world_size, aligned, comm.dependent_launch, linked, fused)
+        self.kernel = comm.backend.kernel(spec)
+        _check_shape(wanted, spec.max_threads)
         # Each channel may have a grid running, and one that is let in before that is complete needs room of its own. A baseline
         # whose grid its authors fixed could only be refused: with its late trigger it has the risk that they took.
         launch, rule, channels = comm.dependent_launch, proto.algorithm.grid, comm.layout.channels
@@ -118,23 +154,85 @@ class Plan:
         if fixed:
             comm._keep_grid(proto, channel, wanted, resident)
         self.params = comm.layout.params(
-            proto, comm.rank, comm.slabs, comm.backend.error_address(), channel, comm.timeout_s
+            proto,
+            comm.rank,
+            comm.slabs,
+            comm.backend.error_address(),
+            channel,
+            comm.timeout_s,
+            link=linked,
+            epilogue=operands is not None,
+            control=comm.backend.control_address(),
         )
+        self.follow_link(comm)
         self.params["aligned"] = aligned
         self._bytes = self.params.view(np.uint8).data
+        self._write = None if operands is None else operands.writer(self.params, element.itemsize)
 
     def _default_shape(self, comm: Communicator) -> tuple[int, int]:
         first, n = self.pieces[0], comm.world_size
         taken = first.part * n if self.protocol.collective == "reduce_scatter" else first.nbytes
         return default_shape(self.protocol, taken, n, comm.gpu)
 
-    def launch(self, backend: Backend, src: View, dst: View, stream: Any) -> None:
+    def follow_link(self, comm: Communicator) -> None:
+        """Tells the kernel of the emulated link, if there is one, as it is now."""
+        if comm.link is not None:
+            comm.link.write(self.params, comm.ticks_per_us, comm.slab_bytes, comm.link_own_us)
+
+    def launch(self, backend: Backend, src: View, dst: View, stream: Any, operands: Operands | None = None) -> None:
         for piece in self.pieces:
             _CALL_WORDS.pack_into(
                 self._bytes, 8 * FIRST_CALL_WORD,
                 src.address + piece.offset, dst.address + piece.offset, piece.nbytes, piece.stride, piece.part,
             )  # fmt: skip
+            if self._write is not None and operands is not None:
+                self._write(operands, piece.offset)
             backend.launch(self.kernel, self.shape, self.params, stream)
+
+
+def _check_shape(wanted: LaunchShape, most: int) -> None:
+    """Raises `ArgumentError` for what cannot be launched. most : threads per block that the kernel is compiled for."""
+    if wanted.threads % WARP or not WARP <= wanted.threads <= most or wanted.blocks < 1:
+        raise ArgumentError(
+            f"a launch shape is blocks >= 1 and threads a multiple of {WARP} up to {most}, not {wanted}"
+        )
+
+
+class SeparatePlan:
+    """An epilogue in a kernel of its own, on an array in memory, with everything decided but the arrays."""
+
+    def __init__(self, comm: Communicator, src: View, operands: Operands, shape: LaunchShape | None, aligned: bool):
+        element, by_row = REDUCIBLE[src.dtype], operands.epilogue.by_row
+        row_bytes = operands.columns * element.itemsize
+        if by_row:
+            row_cells = row_bytes // CELL_BYTES
+            wanted = shape or row_shape(src.nbytes // row_bytes, row_cells, 1, comm.gpu is None)
+        else:
+            wanted = shape or plain_shape(-(-src.nbytes // CELL_BYTES), comm.gpu)
+        fused = Fused(operands.epilogue, cells_held(row_cells, max(wanted.threads, 1)) if by_row else 0)
+        aligned = aligned and src.nbytes % ALIGNMENT == 0
+        made = Separate(fused, element, comm.world_size, aligned, comm.dependent_launch)
+        _check_shape(wanted, made.max_threads)
+        self.kernel = comm.backend.kernel(made)
+        self.shape = wanted
+        if comm.dependent_launch != "none":
+            # Let in while a collective's grid still polls: in the room of the second grid.
+            room = self.kernel.max_blocks(wanted.threads, 2, comm.layout.channels)
+            self.shape = LaunchShape(max(1, min(wanted.blocks, room)), wanted.threads)
+        self.params = np.zeros(1, params_dtype(comm.world_size, epilogue=True))
+        self.params["nbytes"], self.params["aligned"], self.params["copies"] = src.nbytes, aligned, 1
+        self._write = operands.writer(self.params, element.itemsize)
+
+    def launch(self, backend: Backend, src: View, dst: View, stream: Any, operands: Operands) -> None:
+        self.params["in"], self.params["out"] = src.address, dst.address
+        self._write(operands, 0)
+        backend.launch_once(
+            self.kernel,
+            self.shape,
+            self.params,
+            stream,
+            dependent=backend.may_follow(self.kernel, self.shape, stream),
+        )
 
 
 @dataclass(frozen=True)
@@ -147,9 +245,14 @@ class Piece:
     part: int
 
 
-def _pieces(comm: Communicator, proto: Protocol, nbytes: int) -> list[Piece]:
-    """Splits a message of `nbytes` (the input's) into what the protocol's slots take."""
-    n, limit = comm.world_size, comm.layout.piece_bytes(proto)
+def _pieces(comm: Communicator, proto: Protocol, nbytes: int, unit: int = 1) -> list[Piece]:
+    """Splits a message of `nbytes` (the input's) into what the protocol's slots take, in multiples of `unit` bytes."""
+    n, limit = comm.world_size, comm.layout.piece_bytes(proto) // unit * unit
+    if limit == 0:
+        raise ArgumentError(
+            f"a row of {unit} bytes does not fit into a slot of {proto.name}, which takes {comm.layout.piece_bytes(proto)} bytes: "
+            "use a communicator with larger max_bytes"
+        )
     if proto.collective == "reduce_scatter":  # a piece of every rank's part
         part = nbytes // n
         lengths = [(at, min(limit, part - at)) for at in range(0, part, limit)]
@@ -169,11 +272,28 @@ class Call:
     """A prepared call: `call()` launches it again on the same arrays."""
 
     def __init__(
-        self, comm: Communicator, plan: Plan | None, src: View, dst: View, stream: Any, signature: object, channel: int
+        self,
+        comm: Communicator,
+        plan: Plan | None,
+        src: View,
+        dst: View,
+        stream: Any,
+        signature: object,
+        channel: int,
+        operands: Operands | None = None,
     ):
-        self._comm, self._plan, self._src, self._dst = comm, plan, src, dst
+        self._comm, self._plan, self._src, self._dst, self._operands = comm, plan, src, dst, operands
         self._stream, self._signature, self._channel = stream, signature, channel
         self.out = dst.owner
+        # Where the epilogue has a kernel of its own, it reads the sums from the output, unless that is something else it reads.
+        self._sums = dst
+        if operands is not None and not self.fused and any(v.address == dst.address for v in operands.views):
+            self._sums = comm._room_for_sums(channel, dst)
+
+    @property
+    def fused(self) -> bool:
+        """Whether the call has an epilogue, and it is in the collective's own kernel."""
+        return self._plan is not None and self._plan.fused
 
     @property
     def protocol(self) -> str | None:
@@ -190,7 +310,11 @@ class Call:
 
     def __call__(self) -> Any:
         self._comm._start(self._signature, self._channel, self._stream)
-        self._comm._run(self._plan, self._src, self._dst, self._stream)
+        if self._operands is None or self.fused:
+            self._comm._run(self._plan, self._src, self._dst, self._stream, self._operands)
+        else:
+            self._comm._run(self._plan, self._src, self._sums, self._stream)
+            self._comm._separate(self._sums, self._dst, self._stream, self._operands, None)
         return self.out
 
 
@@ -218,11 +342,18 @@ class Communicator:
         before it reads a result or overwrites an input: kernels of other launches without the attribute do, kernels with
         it that never wait do not. Without effect below compute capability 9.0 and on the cpu backend (`no_dependent_launch` says why). Both take room for two grids of every rank;
         where ranks share a GPU, a call does not overlap the one before if their blocks differ and might not fit together.
+    placement : {"device", "host"}
+        Where slots lie: in device memory, which peers map, or in pinned host memory, which every rank reaches over its bus. The
+        latter is for GPUs without peer access, and for `ll` and `flag` only; everything else is refused with the reason.
+    link : Link or str, optional
+        Emulate a slower link between the ranks, for measurements: `fcomm.links`, docs/links.md. Results are the same.
     model : path or Model, optional
         Cost model that protocols are chosen by, the same on all ranks; "seed" for the coefficients of the package. Default:
         FCOMM_MODEL, else the one of this machine in the cache folder, else "seed".
     device : int, optional
         CUDA device of this rank; default: the current one if that is not the first, else one for each rank in turn.
+    variant : str
+        For experiments: compile every kernel as that variant (`fcomm.variants`). Calls then name their protocol.
 
     Raises
     ------
@@ -241,6 +372,9 @@ class Communicator:
         dependent_launch: str = "none",
         model: str | Path | Model | None = None,
         device: int | None = None,
+        link: Link | str | None = None,
+        placement: str = "device",
+        variant: str = SHIPPED,
     ) -> None:
         self.group: Group = as_group(group)
         if is_mpi(self.group):
@@ -248,7 +382,19 @@ class Communicator:
             self.group = self.group.Dup()
         self._closed = True
         try:
-            self._construct(backend, max_bytes, channels, checked, timeout_s, dependent_launch, model, device)
+            self._construct(
+                backend,
+                max_bytes,
+                channels,
+                checked,
+                timeout_s,
+                dependent_launch,
+                model,
+                device,
+                link,
+                placement,
+                variant,
+            )
         except BaseException:
             self._free_group()
             raise
@@ -263,37 +409,60 @@ class Communicator:
         dependent_launch: str,
         model: str | Path | Model | None,
         device: int | None,
+        link: Link | str | None,
+        placement: str,
+        variant: str,
     ) -> None:
         mpi = self.group
         self.rank, self.world_size = mpi.rank, mpi.size
 
-        def local() -> tuple[SlabLayout, float, bool]:
+        def local() -> tuple[SlabLayout, float, bool, Link | None]:
             if dependent_launch not in LAUNCHES:
                 raise ArgumentError(f"dependent_launch is one of {', '.join(LAUNCHES)}, not {dependent_launch!r}")
+            if placement not in PLACEMENTS:
+                raise ArgumentError(f"placement is one of {', '.join(PLACEMENTS)}, not {placement!r}")
+            variant_called(variant)
             return (
                 SlabLayout(mpi.size, max_bytes, channels),
                 settings.timeout_s() if timeout_s is None else timeout_s,
                 checked or settings.checked(),
+                parse_link(link) if isinstance(link, str) else link,
             )
 
-        self.layout, self.timeout_s, self.checked = bootstrap.collectively(mpi, local)
+        self.layout, self.timeout_s, self.checked, self.link = bootstrap.collectively(mpi, local)
         name = bootstrap.collectively(mpi, lambda: backend if backend != "auto" else settings.backend())
         self._forced, self._plain = bootstrap.collectively(mpi, lambda: (settings.protocol(), settings.plain()))
-        told = (name, max_bytes, channels, self.checked, self._forced, self._plain, dependent_launch)
+        self.variant = variant
+        told = (
+            name,
+            max_bytes,
+            channels,
+            self.checked,
+            self._forced,
+            self._plain,
+            dependent_launch,
+            self.link,
+            placement,
+            variant,
+        )
         bootstrap.agree(mpi, told, "backend, sizes and settings")
         bootstrap.agree(
             mpi, bootstrap.collectively(mpi, sources), "the kernels (hash of their sources, registered encodings)"
         )
         bootstrap.check_node(mpi)
         name = resolve_backend(name, mpi)
-        made: Backend = bootstrap.collectively(mpi, lambda: _make_backend(name, mpi, device))
+        self.placement = placement
+        made: Backend = bootstrap.collectively(mpi, lambda: _make_backend(name, mpi, device, placement))
         bootstrap.collectively(mpi, made.prepare)
         self.backend: Backend = made
         every: list[frozenset[str]] = mpi.allgather(made.capabilities)
         self.capabilities = frozenset.intersection(*every)
         self.gpu = _smallest_share(mpi.allgather(made.describe()))
+        self.link_own_us = 0.0
+        self.ticks_per_us = 0.0 if self.link is None else bootstrap.collectively(mpi, made.ticks_per_us)
         self._model = models.agree(mpi, model, made)
         self._grids: dict[tuple[str, int], int] = {}
+        self._sums: dict[tuple[int, str, int], View] = {}
         self.slabs = made.allocate(self.layout)
         self.slab_bytes = self.layout.slab_bytes
         self.no_dependent_launch = "not asked for" if dependent_launch == "none" else made.use_dependent_launch()
@@ -306,6 +475,10 @@ class Communicator:
         self._closed = False
         hold(self)
         mpi.barrier()  # no one pushes before all slabs are cleared
+        if self.link is not None and self.backend.name == "cuda" and self.world_size > 1:
+            from fcomm import measure_links
+
+            self.link_own_us = measure_links.own_us(self)
 
     def _select(self, model: models.Origin) -> None:
         """Chooses protocols by that model from now on."""
@@ -321,6 +494,7 @@ class Communicator:
             gpu=self.gpu,
         )
         self._plans: dict[tuple[object, ...], Plan] = {}
+        self._separate_plans: dict[tuple[object, ...], SeparatePlan] = {}
         self._logged: set[tuple[str, int, str]] = set()
 
     # ---- calls ------------------------------------------------------------------------------------------------------
@@ -335,15 +509,39 @@ class Communicator:
         stream: Any = None,
         channel: int = 0,
         shape: tuple[int, int] | None = None,
+        epilogue: Bound | None = None,
     ) -> Any:
         """Sums x over all ranks, in rank order and float32, rounded once; the same bits on every rank.
 
         x : array of float32, float16, bfloat16 or int32, any shape, C-contiguous. out : the same kind, shape and dtype,
-        or x itself, or None for a new array. shape : (blocks, threads) instead of the default launch shape. Returns out.
+        or x itself, or None for a new array. shape : (blocks, threads) instead of the default launch shape. epilogue : what
+        becomes of the sums before they are stored (`fcomm.epilogue`), alike on all ranks. Returns out.
         """
         return self.prepare(
-            "all_reduce", x, out, op=op, protocol=protocol, stream=stream, channel=channel, shape=shape
+            "all_reduce",
+            x,
+            out,
+            op=op,
+            protocol=protocol,
+            stream=stream,
+            channel=channel,
+            shape=shape,
+            epilogue=epilogue,
         )()
+
+    def apply(
+        self, epilogue: Bound, x: Any, out: Any = None, *, stream: Any = None, shape: tuple[int, int] | None = None
+    ) -> Any:
+        """Applies an epilogue to this rank's x, in a kernel of its own: no other rank takes part.
+
+        ``apply(e, all_reduce(x))`` has the bits of ``all_reduce(x, epilogue=e)``. Arguments as for `all_reduce`; returns out.
+        """
+        self._check_open()
+        src, dst, on = self._arrays("all_reduce", x, out, stream)
+        self._separate(
+            src, dst, on, epilogue.look(self.backend, src, dst), None if shape is None else LaunchShape(*shape)
+        )
+        return dst.owner
 
     def all_gather(
         self,
@@ -393,10 +591,26 @@ class Communicator:
         stream: Any = None,
         channel: int = 0,
         shape: tuple[int, int] | None = None,
+        epilogue: Bound | None = None,
     ) -> Call:
         """Decides everything about a call once; `call()` then launches it, as often as wanted, on the same arrays."""
         self._check_open()
         self._check_options(collective, op, channel)
+        if epilogue is not None and collective != "all_reduce":
+            raise ArgumentError(f"all_reduce has epilogues, {collective} has none")
+        src, dst, on = self._arrays(collective, x, out, stream)
+        operands = None if epilogue is None else epilogue.look(self.backend, src, dst)
+        wanted = None if shape is None else LaunchShape(*shape)
+        signature: tuple[object, ...] = (collective, src.dtype, src.shape, op, protocol, channel)
+        if operands is not None:
+            signature = (*signature, operands.key)
+        plan = self._plan(collective, src, dst, protocol, channel, wanted, operands)
+        if plan is not None and not plan.protocol.encodings:
+            self._check_baseline(plan.protocol, src, dst, channel)
+        return Call(self, plan, src, dst, on, signature, channel, operands)
+
+    def _arrays(self, collective: str, x: Any, out: Any, stream: Any) -> tuple[View, View, Any]:
+        """Input, output and stream of a call."""
         src = self.backend.view(x)
         if not src.contiguous:
             raise ArgumentError(f"the input of shape {src.shape} is not C-contiguous: pass a contiguous copy")
@@ -405,35 +619,62 @@ class Communicator:
             out = self.backend.empty_like(x, self._result_shape(collective, src))
         dst = self.backend.view(out)
         self._check_out(collective, src, dst)
-        wanted = None if shape is None else LaunchShape(*shape)
-        signature = (collective, src.dtype, src.shape, op, protocol, channel)
-        plan = self._plan(collective, src, dst, protocol, channel, wanted)
-        if plan is not None and not plan.protocol.encodings:
-            self._check_baseline(plan.protocol, src, dst, channel)
-        return Call(self, plan, src, dst, on, signature, channel)
+        return src, dst, on
 
     def _plan(
-        self, collective: str, src: View, dst: View, name: str, channel: int, shape: LaunchShape | None
+        self,
+        collective: str,
+        src: View,
+        dst: View,
+        name: str,
+        channel: int,
+        shape: LaunchShape | None,
+        operands: Operands | None = None,
     ) -> Plan | None:
         if self.world_size == 1 or src.nbytes == 0:
-            self._chosen(collective, src, name)  # a wrong name or dtype is wrong at any size
+            self._chosen(collective, src, name, operands)  # a wrong name or dtype is wrong at any size
             return None
-        aligned = (
-            src.address | dst.address
-        ) % ALIGNMENT == 0  # a local fact: it picks a kernel, not what is on the wire
-        key = (collective, src.dtype, src.nbytes, name, channel, shape, aligned)
+        # A local fact: it picks a kernel, not what is on the wire.
+        aligned = (src.address | dst.address | (operands.address_bits if operands else 0)) % ALIGNMENT == 0
+        key = (collective, src.dtype, src.nbytes, name, channel, shape, aligned, operands and operands.key)
         plan = self._plans.get(key)
         if plan is None:
-            chosen = self._chosen(collective, src, name)
-            plan = Plan(self, chosen, src.dtype, src.nbytes, channel, shape, aligned)
+            chosen = self._chosen(collective, src, name, operands)
+            plan = Plan(self, chosen, src.dtype, src.nbytes, channel, shape, aligned, operands)
             self._plans[key] = plan
             self._log_choice(collective, src.nbytes, name, plan)
         return plan
 
-    def _chosen(self, collective: str, src: View, name: str) -> Protocol:
+    def _room_for_sums(self, channel: int, like: View) -> View:
+        """Memory for the sums of a channel's calls, one at a time. It stays: a captured graph may use it."""
+        key = (channel, like.dtype, like.count)
+        if key not in self._sums:
+            self._sums[key] = self.backend.view(self.backend.empty(like.count, like.dtype))
+        return self._sums[key]
+
+    def _separate(self, src: View, dst: View, stream: Any, operands: Operands, shape: LaunchShape | None) -> None:
+        """Launches an epilogue's own kernel."""
+        if src.nbytes == 0:
+            return
+        aligned = (src.address | dst.address | operands.address_bits) % ALIGNMENT == 0
+        key = (src.dtype, src.nbytes, shape, aligned, operands.key)
+        plan = self._separate_plans.get(key)
+        if plan is None:
+            plan = self._separate_plans[key] = SeparatePlan(self, src, operands, shape, aligned)
+        plan.launch(self.backend, src, dst, stream, operands)
+
+    def _chosen(self, collective: str, src: View, name: str, operands: Operands | None = None) -> Protocol:
         if collective != "all_gather" and src.dtype not in REDUCIBLE:
             raise ArgumentError(f"dtype {src.dtype} cannot be reduced; use one of {', '.join(REDUCIBLE)}")
-        return self.selector.choose(collective, src.nbytes, src.dtype, name)
+        if self.variant != SHIPPED and self.selector.name_for(collective, name) == AUTO:
+            raise ArgumentError(
+                f"a communicator of the variant {self.variant} chooses no protocol: name one in the call"
+            )
+        if operands is None:
+            return self.selector.choose(collective, src.nbytes, src.dtype, name)
+        if self.variant != SHIPPED:
+            raise ArgumentError(f"a communicator of the variant {self.variant} has no epilogues")
+        return self.selector.choose_with(operands.epilogue, collective, src.nbytes, src.dtype, name)
 
     def _log_choice(self, collective: str, nbytes: int, name: str, plan: Plan) -> None:
         """Says which path calls take: once for each size class (up to a power of two) and protocol, on rank 0."""
@@ -462,9 +703,9 @@ class Communicator:
             except DisagreementError as error:
                 raise DisagreementError(f"{error}; nothing was launched") from None
 
-    def _run(self, plan: Plan | None, src: View, dst: View, stream: Any) -> None:
+    def _run(self, plan: Plan | None, src: View, dst: View, stream: Any, operands: Operands | None = None) -> None:
         if plan is not None:
-            plan.launch(self.backend, src, dst, stream)
+            plan.launch(self.backend, src, dst, stream, operands)
             if self.backend.name == "cpu":
                 self.check()  # the grid is complete: say now what went wrong in it
         elif src.nbytes and src.address != dst.address:
@@ -581,6 +822,8 @@ class Communicator:
             untold = error
         self.backend.close()
         self._plans.clear()
+        self._separate_plans.clear()
+        self._sums.clear()
         self._free_group()
         if untold is not None:
             raise untold
@@ -627,6 +870,17 @@ class Communicator:
         """
         self._check_open()
         self._select(models.agree(self.group, model, self.backend))
+
+    def use_link(self, link: Link) -> None:
+        """Emulates another link from now on, prepared calls included (a captured graph keeps its own). To be called on all ranks
+        alike, for a communicator that was made with one.
+        """
+        self._check_open()
+        if self.link is None:
+            raise ArgumentError("this communicator's kernels have no emulated link: construct it with link=...")
+        self.link = link
+        for plan in self._plans.values():
+            plan.follow_link(self)
 
     def admitted(self, dtype: str, collective: str = "all_reduce") -> dict[str, str | None]:
         """Every protocol of a collective: None where it may run here, else the reason why not."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from fcomm.backends.base import cpu_shape, gpu_shape
+from fcomm.backends.base import LaunchShape, cpu_shape, gpu_shape
 from fcomm.protocols import CELL_BYTES, MAX_THREADS, GpuShare, Protocol, derived, protocols, shard_bytes
 
 
@@ -53,6 +53,11 @@ def _default_shape(name: str, nbytes: int, world_size: int, gpu: GpuShare | None
     ):  # a chunk is one block's, and takes a fence: the more at a time the better
         return max(1, encoding.chunks(longest)), shape.threads
     return shape.blocks, shape.threads
+
+
+def plain_shape(cells: int, gpu: GpuShare | None) -> LaunchShape:
+    """The default grid of a kernel that is no collective, for so many 16-byte cells; gpu : as for `default_shape`."""
+    return cpu_shape(cells) if gpu is None else gpu_shape(cells, gpu.sms)
 
 
 def most_blocks(sms: int, per_sm: int, grids: int = 1, channels: int = 1) -> int:

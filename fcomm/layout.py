@@ -70,14 +70,29 @@ FIRST_CALL_WORD = 2
 """Their place in the argument, in words of 8 bytes."""
 
 
-def params_dtype(world_size: int) -> np.dtype[np.void]:
-    """The bytes of ``struct Params`` in ``kernels_cu/params.cuh`` for a world of that size."""
+LINK_DTYPE = np.dtype([("slab_bytes", "<u8"), ("cost", "<u8"), ("latency", "<u4"), ("reserved", "<u4")])
+
+EPILOGUE_ARRAYS = 8
+EPILOGUE_SCALARS = 5
+EPILOGUE_DTYPE = np.dtype(
+    [("array", "<u8", EPILOGUE_ARRAYS), ("first", "<u8"), ("columns", "<u4"), ("scalar", "<f4", EPILOGUE_SCALARS)]
+)
+"""Its part of ``struct Params``, behind the rest of the argument, for kernels that have an epilogue."""
+
+
+def params_dtype(world_size: int, link: bool = False, epilogue: bool = False) -> np.dtype[np.void]:
+    """The bytes of ``struct Params`` in ``kernels_cu/params.cuh`` for a world of that size.
+
+    link, epilogue : of a kernel that has an emulated link, or an epilogue.
+    """
     return np.dtype(
         [("rank", "<u4"), ("scrub_from", "<u4"), ("control", "<u8")]
         + [(n, "<u8") for n in CALL_WORDS]
         + [("region", REGION_DTYPE, 2), ("slab", "<u8", world_size)]
         + [(n, "<u8") for n in ("error", "timeout_ns", "scrub_offset", "scrub_stride", "scrub_bytes")]
         + [(n, "<u4") for n in ("scrub_cells", "channel", "protocol", "aligned", "copies", "reserved")]
+        + ([("link", LINK_DTYPE)] if link else [])
+        + ([("epilogue", EPILOGUE_DTYPE)] if epilogue else [])
     )
 
 
@@ -194,12 +209,24 @@ class SlabLayout:
         return words
 
     def params(
-        self, protocol: Protocol, rank: int, slabs: list[int], error_address: int, channel: int, timeout_s: float
+        self,
+        protocol: Protocol,
+        rank: int,
+        slabs: list[int],
+        error_address: int,
+        channel: int,
+        timeout_s: float,
+        link: bool = False,
+        epilogue: bool = False,
+        control: int | None = None,
     ) -> np.ndarray[tuple[int], np.dtype[np.void]]:
-        """A kernel's argument with everything filled in but the call's own words."""
-        p = np.zeros(1, params_dtype(self.world_size))
+        """A kernel's argument with everything filled in but the call's own words, and those of a link or an epilogue if it has one.
+
+        control : address of this rank's control words; None: where they lie in its slab.
+        """
+        p = np.zeros(1, params_dtype(self.world_size, link, epilogue))
         p["slab"] = slabs
-        p["control"] = slabs[rank] + self.control_offset(channel)
+        p["control"] = (slabs[rank] if control is None else control) + self.control_offset(channel)
         p["error"] = error_address + channel * ERROR_BYTES
         p["timeout_ns"] = int(timeout_s * 1e9)
         regions = self.regions(channel)

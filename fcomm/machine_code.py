@@ -519,6 +519,7 @@ namespace fc {
 struct ArrayAddress {
   unsigned long long at;
   __device__ __forceinline__ ArrayAddress operator+(unsigned long long more) const { return ArrayAddress{at + more}; }
+  __device__ __forceinline__ unsigned long long operator-(ArrayAddress other) const { return at - other.at; }
 };
 }  // namespace fc
 """
@@ -588,6 +589,7 @@ def marked(text: str) -> str:
     text = _sub(r"^struct Params \{", lambda m: f"}}{_MARKED_HEADER}namespace fc {{\n{m[0]}", text)
     text = _sub(r"^  u64 in;", "  ArrayAddress in;", text)
     text = _sub(r"^  u64 out;", "  ArrayAddress out;", text)
+    text = _sub(r"^    u64 array\[", "    ArrayAddress array[", text)
     text = _sub(r'asm volatile\("\w+\.relaxed\.gpu\.global[^;]*;[^;]*\);', _moved_by_address, text)
     text = _sub(
         r"(Control\* control\(const Params& \w+\) \{) return [^;]*;", rf"\1 return (Control*){_CONTROL_BASE};", text

@@ -25,12 +25,14 @@ from fcomm import checks
 from fcomm.dtypes import REDUCIBLE
 from fcomm.errors import DeviceError, FcommError, HangError
 from fcomm.protocols import HOPPER, GpuShare, Protocol, protocols
+from fcomm.variants import SHIPPED, Variant, variant
 
 if TYPE_CHECKING:
     import pandas as pd
     from mpi4py import MPI
 
     from fcomm import Communicator
+    from fcomm.group import Group
 
 T = TypeVar("T")
 
@@ -41,6 +43,8 @@ FLOOR = "floor"
 PEERS = ("mpi", "nccl", "torch.distributed", "torch.symm_mem.one_shot", "torch.symm_mem.two_shot")
 """All-reduces of other libraries: a case's name for them, in `protocol`; `experiments.peers` makes their calls."""
 CHECKED_CALLS = 4
+NOT_CHECKED = -1
+"""In place of a number of wrong elements."""
 DATASETS = 4
 """More than an encoding has copies of a slot (3): a call that read any earlier call's data is always seen."""
 
@@ -75,16 +79,28 @@ class Case:
     """Mode skew: time by which one rank is held up before each call."""
     late_rank: int | None = None
     """Mode skew: the rank that is held up; None: each in turn."""
+    variant: str = SHIPPED
+    """How its kernels are compiled: see `fcomm.variants`."""
 
     @property
     def job(self) -> tuple[object, ...]:
         """What candidates for the same job have in common: they may be compared, and one of them is the fastest."""
-        return self.point, self.mode, self.dependent_launch, self.delay_us, self.late_rank
+        return self.point, self.mode, self.dependent_launch, self.delay_us, self.late_rank, self.variant
 
     @property
     def mode_label(self) -> str:
         """The mode for readers, with the delay where it has one."""
         return mode_label(self.mode, self.delay_us)
+
+    @property
+    def label(self) -> str:
+        """Its protocol, and its variant where that is not the shipped one."""
+        return self.protocol if self.variant == SHIPPED else f"{self.protocol} {self.variant}"
+
+    @property
+    def kind(self) -> Variant:
+        """What its variant promises."""
+        return variant(self.variant)
 
     @property
     def point(self) -> tuple[str, str, int, int]:
@@ -125,7 +141,11 @@ class Case:
         if self.collective == "reduce_scatter" and self.count % self.ranks:
             return f"{self.count} elements are no equal parts for {self.ranks} ranks"
         form = self.form(gpu)
-        return None if form is None else form.refusal(self.dtype, self.ranks, capabilities, self.nbytes)
+        if form is None:
+            return None
+        if self.mode in SANDWICHES and not (self.kind.exact and self.kind.checked):
+            return f"the norm behind it is compared to the bit, which a result of {self.variant} is not"
+        return form.refusal(self.dtype, self.ranks, capabilities, self.nbytes) or self.kind.refusal(form)
 
     def columns(self, gpu: GpuShare | None = None) -> dict[str, Any]:
         """The counted facts of the case, as columns of `records.CASES`."""
@@ -140,6 +160,7 @@ class Case:
             "mode": self.mode,
             "dependent_launch": self.dependent_launch,
             "input": self.input,
+            "variant": self.variant,
             "shape": "" if self.shape is None else f"{self.shape[0]}x{self.shape[1]}",
             "delay_us": self.delay_us,
             "late_rank": self.late_rank,
@@ -168,6 +189,7 @@ class Case:
             row["input"],
             None if delay_us is None else float(delay_us),
             None if late_rank is None else int(late_rank),
+            row["variant"],
         )
 
 
@@ -380,7 +402,7 @@ def _sentence(error: Exception) -> FcommError:
     return FcommError(f"{type(error).__name__}: {lines[0] if lines else 'no message'}")
 
 
-def together(mpi: MPI.Intracomm, step: Callable[[], T]) -> T:
+def together(mpi: Group, step: Callable[[], T]) -> T:
     """Runs a step that meets the other ranks nowhere but in kernels; if it fails on one, all raise alike.
 
     A rank that waits in vain for one that failed says so; what that one says comes first.
@@ -431,10 +453,11 @@ class Dataset:
         return checks.inputs(self._seed, rank, self._ranks, self._case.count, self._case.dtype)
 
     def wrong(self, case: Case, form: Protocol | None, got: NDArray[Any]) -> int:
-        """Wrong elements of a result: other bits or, of a peer that promises no order, an error beyond any order's."""
-        if case.peer:
-            return checks.beyond_rounding([self._inputs(rank) for rank in range(self._ranks)], got)
-        return checks.wrong_elements(got, self.want(form))
+        """Wrong elements of a result: other bits or, of a peer or variant that promises no order, an error beyond any order's."""
+        if case.kind.exact and not case.peer:
+            return checks.wrong_elements(got, self.want(form))
+        rows = [self._inputs(rank) for rank in range(self._ranks)]
+        return checks.beyond_rounding(rows, got) if case.peer else checks.beyond_order(rows, got)
 
 
 def _zero_rule(form: Protocol | None) -> str:
@@ -485,7 +508,7 @@ def in_turns(
                 break
             number, _, sentence, fatal = first
             if fatal:
-                raise DeviceError(f"{left[number].case.protocol}: {sentence}")
+                raise DeviceError(f"{left[number].case.label}: {sentence}")
             failed[left[number].case] = sentence
             for comm in dict.fromkeys(b.comm for b in left):
                 recover(comm)
@@ -552,13 +575,60 @@ def verify(
         b.launch()
         b.comm.backend.synchronize()
         b.comm.check()
-        wrong[b.case] += dataset.wrong(b.case, form, b.comm.to_host(b.out))
+        if b.case.kind.checked:
+            wrong[b.case] += dataset.wrong(b.case, form, b.comm.to_host(b.out))
 
     failed = in_turns(mpi, bound, CHECKED_CALLS, check)
     mine = np.array(list(wrong.values()), np.int64)
     total = np.empty_like(mine)
     mpi.Allreduce(mine, total)
-    return dict(zip(wrong, total.tolist(), strict=True)), failed
+    counted = dict(zip(wrong, total.tolist(), strict=True))
+    return {case: count if case.kind.checked else NOT_CHECKED for case, count in counted.items()}, failed
+
+
+def order_in_bits(
+    mpi: MPI.Intracomm, bound: Sequence[Bound], data: Sequence[Dataset]
+) -> tuple[dict[Case, dict[str, int]], dict[Case, str]]:
+    """What an order of summation that is not fixed does to bits, as columns of `records.CASES`; and why candidates failed.
+
+    Each candidate makes `CHECKED_CALLS` calls on the same data. `inexact`: elements whose bits are not the contract's, over all
+    ranks; `ranks_differ`: elements in which some rank has other bits than rank 0; `calls_differ`: elements, over all ranks,
+    whose bits are not those of the first call; each the most of any call. Collective; the same result on all ranks.
+    """
+    found = {b.case: dict.fromkeys(("inexact", "ranks_differ", "calls_differ"), 0) for b in bound}
+    results: dict[Case, list[NDArray[Any]]] = {b.case: [] for b in bound}
+
+    def call(turn: int, b: Bound) -> None:
+        kept = _put(b.comm, b.x, data[0].own)
+        b.comm.backend.synchronize()
+        b.launch()
+        b.comm.backend.synchronize()
+        b.comm.check()
+        results[b.case].append(checks.bits(b.comm.to_host(b.out)))
+        del kept
+
+    failed = in_turns(mpi, bound, CHECKED_CALLS, call)
+    for b in bound:
+        if b.case in failed:
+            continue
+        first, want = results[b.case][0], checks.bits(data[0].want(b.case.form(b.comm.gpu)))
+        for got in results[b.case]:
+            mine = np.array([np.count_nonzero(got != want), np.count_nonzero(got != first)], np.int64)
+            total = np.empty_like(mine)
+            mpi.Allreduce(mine, total)
+            differs = np.empty(got.shape, np.uint8)
+            mpi.Allreduce((got != mpi.bcast(got)).astype(np.uint8), differs, op=_max())
+            counts = (total[0], np.count_nonzero(differs), total[1])
+            row = found[b.case]
+            for name, count in zip(row, counts, strict=True):
+                row[name] = max(row[name], int(count))
+    return {case: row for case, row in found.items() if case not in failed}, failed
+
+
+def _max() -> Any:
+    from mpi4py import MPI
+
+    return MPI.MAX
 
 
 COSTED_CALLS = 4

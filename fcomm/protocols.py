@@ -26,6 +26,13 @@ CELL_BYTES = 16
 MIN_CHUNK_CELLS = 64
 """Cells of a chunk at least, where evidence is a word for each chunk."""
 
+PLACEMENTS = ("device", "host")
+"""Where slots may lie: in each rank's device memory, or in pinned host memory."""
+HOST_SLOTS = "host_slots"
+"""The capability that says that slots lie in host memory, ..."""
+HOST_ENCODINGS = ("ll", "flag")
+"""... and the encodings that may use them."""
+
 MAX_THREADS = 512
 """Threads per block that kernels are compiled for, if their algorithm says nothing else: 128 registers for each."""
 WIDE_THREADS = 1024
@@ -271,6 +278,12 @@ class Protocol:
             return "one rank has nobody to exchange with"
         if dtype is not None and not self.algorithm.moves_bytes and dtype not in {t.name for t in self.dtypes}:
             return f"it does not handle {dtype}"
+        fits_host = all(e.name in HOST_ENCODINGS for e in self.encodings) and "atomic4" not in self.needs
+        if HOST_SLOTS in capabilities and not fits_host:
+            return (
+                f"slots in host memory are for {' and '.join(HOST_ENCODINGS)}: a bus may split 16 bytes and lines, and a sentinel "
+                "would be set back over it"
+            )
         missing = sorted(self.needs - capabilities)
         if missing:
             return f"the link between the ranks lacks {', '.join(missing)}"

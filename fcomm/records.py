@@ -39,6 +39,7 @@ from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 
 from fcomm.errors import RecordError
+from fcomm.variants import SHIPPED
 
 if TYPE_CHECKING:  # imported where used: seven of eight ranks never touch a record, and these take a second each
     import pandas as pd
@@ -55,6 +56,8 @@ class Column:
     unit: str
     meaning: str
     optional: bool = False
+    before: tuple[Any, ...] = ()
+    """What older records say by not having the column; empty: they have it."""
 
 
 SAMPLES = (
@@ -86,6 +89,13 @@ CASES = (
     Column(
         "input", "string", "", "where the input lay: array (the caller's own) or staging (pulled from there as it is)"
     ),
+    Column(
+        "variant",
+        "string",
+        "",
+        "how the kernel was compiled: shipped, or an ablation or stage of `fcomm.variants`",
+        before=("shipped",),
+    ),
     Column("shape", "string", "", "launch shape that was asked for, blocks x threads; empty: the protocol's default"),
     Column(
         "delay_us", "float64", "µs", "mode skew: time by which one rank was held up before each call", optional=True
@@ -113,7 +123,33 @@ CASES = (
     ),
     Column("checked_calls", "int32", "calls", "calls with fresh data compared with the reference before timing"),
     Column(
-        "wrong", "int64", "elements", "elements of those calls, or of a replay, over all ranks, whose bits were wrong"
+        "wrong",
+        "int64",
+        "elements",
+        "elements of those calls, or of a replay, over all ranks, whose bits were wrong (-1: "
+        "not checked, a stage variant; of arrival_order: that were wrong beyond rounding)",
+    ),
+    Column(
+        "inexact",
+        "int64",
+        "elements",
+        "arrival_order: elements of a call, over all ranks, whose bits are not the contract's",
+        optional=True,
+    ),
+    Column(
+        "ranks_differ",
+        "int64",
+        "elements",
+        "arrival_order: elements of a call in which not all ranks have the same bits",
+        optional=True,
+    ),
+    Column(
+        "calls_differ",
+        "int64",
+        "elements",
+        "arrival_order: elements, over all ranks, that another call on the same data had "
+        "with other bits; like the two before, the most of a few calls",
+        optional=True,
     ),
     Column(
         "status",
@@ -341,7 +377,7 @@ class Recorder:
         """Fixes the launch's cases: one mapping of `CASES` columns (without launch and iterations) each."""
         import pyarrow as pa
 
-        optional = {c.name: None for c in CASES if c.optional}
+        optional = {c.name: c.before[0] if c.before else None for c in CASES if c.optional or c.before}
         rows = [{**optional, **row, "launch": self.launch, "iterations": 0} for row in cases]
         self._ranks = {row["case"]: row["ranks"] for row in rows}
         self._rows = {row["case"]: row for row in rows}
@@ -618,6 +654,11 @@ class Run:
     @property
     def taken_on(self) -> str:
         """One clause about the machine, for captions."""
+        told = self._taken_on() + (", slots in host memory" if self.request.get("placement") == "host" else "")
+        link = self.request.get("link")
+        return f"{told}, EMULATED LINK ({link})" if link else told
+
+    def _taken_on(self) -> str:
         p = self.provenance
         ranks = int(self.cases["ranks"].max()) if len(self.cases) else p.get("world_size", 0)
         several = "up to " if self.cases["ranks"].nunique() > 1 else ""
@@ -636,23 +677,38 @@ class Run:
         through = "through MPS" if devices and devices[0].get("mps") else "without MPS"
         return f"{shared} sharing one {model} {through}"
 
+    @property
+    def one_way_us(self) -> float | None:
+        """Microseconds of the medium between two ranks, without the emulated link, if any; None where it was not measured. The
+        floor with its hops is ``floor_us + rounds * one_way_us``.
+        """
+        found = self.provenance.get("one_way_us")
+        return None if found is None else float(found)
+
     def for_figures(self) -> pd.DataFrame:
-        """`latency`, where it may be shown and fitted; `RecordError` for a run without times, one that was time-sliced, and one
-        whose times are of whole decode steps.
+        """`latency` of the shipped kernels, where it may be shown and fitted; `RecordError` for a run without such times, one that
+        was time-sliced, and one whose times are of whole decode steps.
         """
         if "steps" in self.request:
             raise RecordError(
                 f"{self.path} has times of whole decode steps, and no latencies of a collective: its decode.md has the table, and "
                 "experiments.decode.report makes it"
             )
+        self.refuse_time_sliced()
+        if self.latency.empty:
+            raise RecordError(f"{self.path} holds no times yet: resume it with --resume {self.path}")
+        shipped = self.latency[self.latency["variant"] == SHIPPED]
+        if shipped.empty:
+            raise RecordError(f"{self.path} has times of variants alone, and none of the kernels that the library uses")
+        return shipped
+
+    def refuse_time_sliced(self) -> None:
+        """Raises `RecordError` for a run whose times nothing may read."""
         if self.cases["time_sliced"].any():
             raise RecordError(
                 f"{self.path} was taken with ranks taking turns on one GPU (time-sliced): its times say nothing about "
                 "protocols, and no plot or fit reads them"
             )
-        if self.latency.empty:
-            raise RecordError(f"{self.path} holds no times yet: resume it with --resume {self.path}")
-        return self.latency
 
 
 def load(path: str | Path) -> Run:
@@ -694,7 +750,7 @@ def _merge(every: pd.DataFrame, samples: pd.DataFrame) -> pd.DataFrame:
     ordered = ordered.drop(columns="late")
     merged = ordered.drop_duplicates("case").drop(columns="launch").set_index("case")
     sums = ordered.groupby("case")[["checked_calls", "wrong"]].sum()
-    merged[["checked_calls", "wrong"]] = sums
+    merged[["checked_calls", "wrong"]] = sums.clip(lower=-1)  # what no launch has checked is not checked
     merged["planned"] = ordered.groupby("case")["planned"].max()
     late = [c.name for c in CASES if c.optional]
     merged[late] = ordered.groupby("case")[late].first()  # known in one launch, empty in another that was killed
@@ -827,9 +883,10 @@ def _read_parquet(path: Path, columns: Sequence[Column]) -> pd.DataFrame:
 
     try:
         table = pq.read_table(pa.BufferReader(path.read_bytes()))
-        for c in columns:  # a column that is newer than the file, and that may be empty
-            if c.optional and c.name not in table.column_names:
-                table = table.append_column(c.name, pa.nulls(len(table), _schema([c]).field(0).type))
+        for c in columns:  # a column that is newer than the file
+            if (c.optional or c.before) and c.name not in table.column_names:
+                kind, without = _schema([c]).field(0).type, c.before or (None,)
+                table = table.append_column(c.name, pa.array(without * len(table), kind))
         return table.select([c.name for c in columns]).cast(_schema(columns)).to_pandas()
     except OSError as error:
         raise RecordError(f"cannot read {path} ({error.strerror or 'it is damaged'})") from None

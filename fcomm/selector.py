@@ -19,6 +19,7 @@ from fcomm.protocols import HOPPER, GpuShare, Protocol, protocol, protocols
 
 if TYPE_CHECKING:
     from fcomm.cost_model import Model
+    from fcomm.epilogue import Epilogue
 
 AUTO = "auto"
 
@@ -140,6 +141,29 @@ class Selector:
                     raise
                 raise NotAdmittedError(f"FCOMM_PROTOCOL={self.forced}: {error}") from None
         return found
+
+    def choose_with(self, epilogue: Epilogue, collective: str, nbytes: int, dtype: str, name: str = AUTO) -> Protocol:
+        """The same for a call with an epilogue: one that can have it, or one that is to be followed by the epilogue's own
+        kernel, where none can or where the model expects the two to be faster. `NotAdmittedError` where a protocol is named
+        that cannot have it.
+        """
+        chosen = self.choose(collective, nbytes, dtype, name)
+        why = epilogue.refusal(chosen)
+        if why is not None and name != AUTO:
+            raise NotAdmittedError(f"{chosen.name} is not admitted here: {why}")
+        if why is None or self.name_for(collective) != AUTO:
+            return chosen
+        every = [
+            c for c in self.candidates(collective, nbytes, dtype) if c.refusal is None and self.eligible(c.protocol)
+        ]
+        apart = next(c for c in every if c.protocol is chosen)
+        fused = fastest([c for c in every if epilogue.refusal(c.protocol) is None])
+        if fused is None:
+            return chosen
+        if apart.terms_us is None or apart.predicted_us is None or fused.predicted_us is None:
+            return fused.protocol
+        # The kernel apart costs its launch at least; what it does beside that, the fused one does too.
+        return chosen if apart.predicted_us + apart.terms_us["launch"] < fused.predicted_us else fused.protocol
 
     def name_for(self, collective: str, name: str = AUTO) -> str:
         """What a call's `protocol` stands for: the forced protocol for "auto", where it is one of this collective."""

@@ -10,11 +10,16 @@ import re
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fcomm.dtypes import ElementType
 from fcomm.errors import SetupError
 from fcomm.protocols import ENCODINGS, MIN_CHUNK_CELLS, Encoding, Protocol, registered
 from fcomm.protocols import MAX_THREADS as MAX_THREADS
+from fcomm.variants import SHIPPED, check, variant
+
+if TYPE_CHECKING:
+    from fcomm.epilogue import Fused
 
 OPTIONS = ("-std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
 """What NVRTC is told: IEEE arithmetic, no flush to zero, no contraction."""
@@ -36,6 +41,16 @@ def kernel_root() -> Path:
     raise SetupError(f"the kernel sources are missing: neither {package} nor its parent has a folder kernels_cu")
 
 
+def prologue(world_size: int, aligned: bool, launch: str, max_threads: int) -> list[str]:
+    """The defines that every kernel begins with."""
+    return [
+        f"#define FC_N {world_size}",
+        f"#define FC_ALIGNED {int(aligned)}",
+        f"#define FC_TRIGGER {LAUNCHES.index(launch)}",
+        f"#define FC_MAX_THREADS {max_threads}",
+    ]
+
+
 @dataclass(frozen=True)
 class Specialisation:
     """What one kernel is compiled for: a protocol, an element type and a world size."""
@@ -47,30 +62,58 @@ class Specialisation:
     """For arrays and messages at multiples of 16 bytes only (compiled in on GPUs; a host's kernel is told at run time)."""
     launch: str = "none"
     """The launch feature, one of `LAUNCHES` (a host's kernel is the same for all)."""
+    link: bool = False
+    """With an emulated link (``link.cuh``), whose latency and bandwidth the kernel is told at run time."""
+    fused: Fused | None = None
+    """The epilogue that is compiled in, if any."""
+    variant: str = SHIPPED
+    """For experiments: see `fcomm.variants`."""
+
+    def __post_init__(self) -> None:
+        check(self.variant, self.protocol)
 
     @property
     def name(self) -> str:
         name = f"{self.protocol.name}-{self.dtype.name}-n{self.world_size}{'' if self.aligned else '-any'}"
-        return name if self.launch == "none" else f"{name}-{self.launch}"
+        name += f"-{self.fused.name}" if self.fused else ""
+        name = name if self.launch == "none" else f"{name}-{self.launch}"
+        name = f"{name}-link" if self.link else name
+        return name if self.variant == SHIPPED else f"{name}-{self.variant}"
 
     def root_text(self) -> str:
         """The few lines that include a kernel and instantiate it."""
-        headers = dict.fromkeys([*(e.header for e in self.protocol.encodings), self.protocol.algorithm.header])
-        wires = [f"fc::wire::{e.kernel_type}" for e in self.protocol.encodings]
-        arguments = ", ".join([*wires, f"fc::{self.dtype.kernel_type}"])
+        p = self.protocol
+        headers = dict.fromkeys([*(e.header for e in p.encodings), p.algorithm.header])
+        kernel, element, fused = p.algorithm.kernel, f"fc::{self.dtype.kernel_type}", self.fused
+        arguments = [f"fc::wire::{e.kernel_type}" for e in p.encodings]
+        if fused is None:
+            arguments.append(element)
+        elif fused.cells:
+            kernel, headers = f"{kernel}_rows", {**headers, f"algo/{kernel}_rows.cuh": None}
+            arguments += [element, "fc::Epilogue", str(fused.cells)]
+        else:
+            arguments.append(f"fc::Then<{element}, fc::Epilogue>")
         return "\n".join(
             [
                 f"// {self.name}",
-                f"#define FC_N {self.world_size}",
-                f"#define FC_ALIGNED {int(self.aligned)}",
-                f"#define FC_TRIGGER {LAUNCHES.index(self.launch)}",
-                f"#define FC_MAX_THREADS {self.protocol.max_threads(self.world_size)}",
+                *prologue(self.world_size, self.aligned, self.launch, self.max_threads),
+                *(["#define FC_LINK 1"] if self.link else []),
+                *([] if fused is None else ["#define FC_EPILOGUE 1"]),
+                *([f"#define FC_VARIANT {variant(self.variant).bits:#x}"] if variant(self.variant).bits else []),
                 *(f'#include "{h}"' for h in headers),
-                *(line for e in dict.fromkeys(self.protocol.encodings) for line in claims(e)),
-                f"FC_KERNEL((fc::{self.protocol.algorithm.kernel}<{arguments}>))",
+                *(line for e in dict.fromkeys(p.encodings) for line in claims(e)),
+                *([] if fused is None else [fused.epilogue.text()]),
+                f"FC_KERNEL((fc::{kernel}<{', '.join(arguments)}>))",
                 "",
             ]
         )
+
+    @property
+    def max_threads(self) -> int:
+        """Threads per block that it is compiled for."""
+        if self.fused is not None and self.fused.cells:
+            return self.fused.max_threads(self.world_size)
+        return self.protocol.max_threads(self.world_size)
 
     def text(self) -> str:
         """The whole source as one string."""

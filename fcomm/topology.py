@@ -18,6 +18,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from fcomm.protocols import HOST_SLOTS
+
 SAME_DEVICE = "same"
 NVLINK = "nvlink"
 PCIE = "pcie"
@@ -31,6 +33,8 @@ LINK_CAPABILITIES = {
     UNKNOWN: frozenset({"atomic4", "atomic8", "acquire_release"}),
 }
 """What an encoding may rely on, by kind of link. A probe can veto an encoding, it cannot prove one."""
+HOST_CAPABILITIES = frozenset({"atomic8", "acquire_release", HOST_SLOTS})
+"""The same where slots lie in host memory, which every rank reaches over its own bus."""
 
 _MPS_TOOL = "nvidia-cuda-mps-control"
 _MPS_ENABLED = 133  # cudaDevAttrMpsEnabled: contexts on this device are shared by an MPS server

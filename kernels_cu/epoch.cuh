@@ -1,6 +1,7 @@
 // The epoch: which call this is. It lives in device memory, since a replayed graph repeats its arguments, and it counts
 // calls, whatever their size, encoding or grid.
 #pragma once
+#include "ablate/variant.cuh"
 #include "primitives.cuh"
 
 namespace fc {
@@ -22,12 +23,14 @@ FC_DEVICE u32 epoch_after(u32 e) { return e == 0xffffffffu ? kFirstEpoch : e + 1
 class Ticket {
  public:
   FC_DEVICE void draw(const Params& p) {
+    if constexpr (ablate::without(ablate::kExit)) return;
     block_barrier();
     drawn_ = 0;
     if (threadIdx.x == 0) drawn_ = atomic_inc_wrap(&control(p)->ticket, gridDim.x - 1);
   }
   // Advances the epoch; true in the one thread of the grid that did, which then may change the other words.
   FC_DEVICE bool settle(const Params& p, u32 e) const {
+    if constexpr (ablate::without(ablate::kExit)) return false;
     if (threadIdx.x != 0 || drawn_ != gridDim.x - 1) return false;
     st_relaxed_gpu(&control(p)->epoch, epoch_after(e));
     return true;
@@ -51,6 +54,7 @@ class Ticket {
 // counted in copy 0.
 template <class Receives>
 FC_DEVICE void scrub(const Params& p, u32 e, const Receives& receives) {
+  if constexpr (ablate::without(ablate::kRearm)) return;
   if (e < p.scrub_from || blockIdx.x != 0) return;
   const u64 round = (e - p.scrub_from) / 2;
   const u64 rounds = (p.scrub_bytes / 16 + p.scrub_cells - 1) / p.scrub_cells;  // that make one way around

@@ -49,6 +49,16 @@ struct ErrorRecord {
   u32 reserved[15];
 };
 
+#if FC_LINK
+// The emulated link of a rank (link.cuh), in ticks of the clock that its kernels read.
+struct Link {
+  u64 slab_bytes;  // of every rank
+  u64 cost;        // 2^-24 ticks a byte; 0: any bandwidth
+  u32 latency;     // ticks
+  u32 reserved;
+};
+#endif
+
 // In the order in which a call comes to need it: a launch starts with cold constant memory, line by line.
 struct Params {
   u32 rank;
@@ -72,6 +82,18 @@ struct Params {
   u32 aligned;   // hosts only: see all_aligned()
   u32 copies;    // of the input in the output, for the floor's kernel
   u32 reserved;
+#if FC_LINK
+  Link link;
+#endif
+#ifdef FC_EPILOGUE
+  // What an epilogue is given beside the sums (fcomm/epilogue.py fills it in). Only kernels that have one know of it.
+  struct {
+    u64 array[8];  // addresses: what it reads, its row vectors, what it writes; from the launch's first row or element on
+    u64 first;     // index of the launch's first element in the message
+    u32 columns;  // elements of a row
+    float scalar[5];
+  } epilogue;
+#endif
 };
 
 }  // namespace fc

@@ -87,9 +87,19 @@ FC_DEVICE Payload load_payload(const Params& p, u64 base, u64 nbytes, Span span)
   return v;
 }
 
+// What becomes of a result on its way from registers to memory: nothing, if the kernel has no epilogue (epilogue/values.cuh).
+template <class T>
+struct Finish {
+  template <class G, class Address>
+  static FC_DEVICE Payload apply(const Params&, Address, u64, Span, Payload v) {
+    return v;
+  }
+};
+
 // The inverse: writes the part of the span that lies inside the message, and nothing else.
 template <class G, class T>
 FC_DEVICE void store_payload(const Params& p, u64 base, u64 nbytes, Span span, Payload v) {
+  v = Finish<T>::template apply<G>(p, base, nbytes, span, v);
   const u64 at = base + span.offset;
   if (!all_aligned(p)) {
 #pragma unroll

@@ -7,10 +7,26 @@
 #pragma once
 #include "params.cuh"
 
+// With an emulated link (link.cuh) the words that it holds back are `raw`, and it has words of the same names.
+#if FC_LINK
+#define FC_LINK_RAW_BEGIN namespace raw {
+#define FC_LINK_RAW_END   }
+#define FC_LINK_BEGIN(p)  fc::link_begin(p)
+#define FC_RAW            raw::
+#else
+#define FC_LINK_RAW_BEGIN
+#define FC_LINK_RAW_END
+#define FC_LINK_BEGIN(p) (void)0
+#define FC_RAW
+#endif
+
 #if defined(FC_CPU)
 // Here and not in the two headers below: sources are flattened, and each file stands once.
 #include "cpu/arithmetic.hpp"
 #if defined(FC_SIM)
+#if FC_LINK
+#error "the simulator has delays of its own: no emulated link there"
+#endif
 #include "sim/primitives.hpp"
 #else
 #include "cpu/primitives.hpp"
@@ -36,6 +52,7 @@ struct alignas(16) Cell {
 // ---- evidence-carrying accesses -------------------------------------------------------------------------------------
 // One 128-bit STRONG.SYS instruction each (tests/unit/test_machine_code.py reads the cubin). 16-byte single-copy
 // atomicity is not in PTX's formal model; it rests on libcu++'s documented 16-byte loads and stores and on the link.
+FC_LINK_RAW_BEGIN
 FC_DEVICE Cell ld_relaxed_sys(const Cell* p) {
   Cell c;
   asm volatile("ld.relaxed.sys.global.v4.b32 {%0,%1,%2,%3}, [%4];"
@@ -66,13 +83,14 @@ FC_DEVICE void st_release_sys(u32* p, u32 v) {
   asm volatile("st.release.sys.global.b32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
 
-// Orders what this thread has seen, by relaxed loads, before what it stores from here on, for whoever sees that.
-FC_DEVICE void fence_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
-
 // A 128-byte line is eight lanes' cells, written and read by one instruction of eight converged lanes. `mask` names the
 // lanes; the host version needs it to order the lanes, here the instruction itself is the line (assumption A2).
 FC_DEVICE void st_relaxed_sys_line(Cell* p, Cell c, u32 /*mask*/) { st_relaxed_sys(p, c); }
 FC_DEVICE Cell ld_relaxed_sys_line(const Cell* p, u32 /*mask*/) { return ld_relaxed_sys(p); }
+FC_LINK_RAW_END
+
+// Orders what this thread has seen, by relaxed loads, before what it stores from here on, for whoever sees that.
+FC_DEVICE void fence_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
 // ---- rank-local words -----------------------------------------------------------------------------------------------
 // Relaxed at GPU scope: the words are shared by the blocks of one grid, and grids are ordered by the kernel boundary.
@@ -167,6 +185,26 @@ FC_DEVICE float add_rn(float a, float b) {
   asm("add.rn.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
   return r;
 }
+#define FC_BINARY(name, instruction)                            \
+  FC_DEVICE float name(float a, float b) {                      \
+    float r;                                                    \
+    asm(instruction " %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b)); \
+    return r;                                                   \
+  }
+FC_BINARY(sub_rn, "sub.rn.f32")
+FC_BINARY(mul_rn, "mul.rn.f32")
+FC_BINARY(div_rn, "div.rn.f32")
+#undef FC_BINARY
+FC_DEVICE float sqrt_rn(float a) {
+  float r;
+  asm("sqrt.rn.f32 %0, %1;" : "=f"(r) : "f"(a));
+  return r;
+}
+FC_DEVICE bool less(float a, float b) {
+  u32 r;
+  asm("set.lt.u32.f32 %0, %1, %2;" : "=r"(r) : "f"(a), "f"(b));
+  return r != 0;
+}
 FC_DEVICE float bits_to_float(u32 b) { return __uint_as_float(b); }
 FC_DEVICE u32 float_to_bits(float f) { return __float_as_uint(f); }
 FC_DEVICE float half_to_float(u16 h) {
@@ -189,6 +227,12 @@ FC_DEVICE u16 float_to_bfloat(float f) {
 FC_DEVICE u64 now_ns() {
   u64 t;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
+  return t;
+}
+// This SM's clock, which a block never leaves; SMs agree in its rate and not in its time. Rate: measure/pairs.cuh.
+FC_DEVICE u32 ticks() {
+  u32 t;
+  asm volatile("mov.u32 %0, %%clock;" : "=r"(t)::"memory");
   return t;
 }
 // The value, computed here and kept in a register. Without it the compiler works addresses out anew wherever they are used,
@@ -229,7 +273,9 @@ FC_DEVICE void launch_wait() {
 }
 constexpr u32 kLineCells = 8;   // cells that lie in one line of memory; blocks have a multiple of it in threads
 FC_DEVICE void spin_pause() {}  // a spinning warp costs its own issue slots only
+FC_LINK_RAW_BEGIN
 FC_DEVICE void block_barrier() { __syncthreads(); }
+FC_LINK_RAW_END
 // The late trigger of a thread, behind its last store of the output.
 FC_DEVICE void late_trigger() {
 #if FC_TRIGGER == 1
@@ -241,11 +287,51 @@ FC_DEVICE u32 group_any(u32 mask, u32 predicate) { return __any_sync(mask, predi
 FC_DEVICE u32 group_all(u32 mask, u32 predicate) { return __all_sync(mask, predicate); }
 FC_DEVICE void group_sync(u32 mask) { __syncwarp(mask); }
 
+// Whether all threads of the block that have not returned say yes; a barrier of the block as well.
+FC_DEVICE bool block_all(const Params&, bool yes) { return __syncthreads_and(yes); }
+
+// Sum of one leaf for each of the block's kCells x blockDim.x places, of which thread t has t, t + blockDim.x, ...: the binary
+// tree over the places, so that the order is a property of the places alone. Absent places count as zeros, which changes no
+// sum but -0. All threads of the block call it, in turns that count up, and all get the sum.
+template <u32 kCells>
+FC_DEVICE float block_tree_sum(const Params&, const float (&leaf)[kCells], u32 turn) {
+  static_assert((kCells & (kCells - 1)) == 0, "a tree of pairs");
+  __shared__ float of_warps[2][32 * kCells];  // in turn: a warp may come to the next sum while another reads this one's
+  float* const part = of_warps[turn & 1u];
+#pragma unroll
+  for (u32 k = 0; k < kCells; k++) {
+    float v = leaf[k];
+#pragma unroll
+    for (u32 m = 1; m < 32; m *= 2) v = add_rn(v, __shfl_xor_sync(0xffffffffu, v, m));
+    if (lane_id() == 0) part[(k * blockDim.x + threadIdx.x) / 32] = v;
+  }
+  FC_RAW block_barrier();
+  float v[kCells];
+#pragma unroll
+  for (u32 k = 0; k < kCells; k++) {
+    const u32 warp = lane_id() * kCells + k;
+    v[k] = warp < kCells * blockDim.x / 32 ? part[warp] : 0.0f;
+  }
+#pragma unroll
+  for (u32 m = 1; m < kCells; m *= 2) {
+#pragma unroll
+    for (u32 k = 0; k < kCells; k += 2 * m) v[k] = add_rn(v[k], v[k + m]);
+  }
+#pragma unroll
+  for (u32 m = 1; m < 32; m *= 2) v[0] = add_rn(v[0], __shfl_xor_sync(0xffffffffu, v[0], m));
+  return add_rn(0.0f, v[0]);
+}
+
 }  // namespace fc
 
 #define FC_KERNEL(call)                                                                                             \
   extern "C" __global__ void __launch_bounds__(FC_MAX_THREADS, 1) fc_kernel(const __grid_constant__ fc::Params p) { \
+    FC_LINK_BEGIN(p);                                                                                               \
     call(p);                                                                                                        \
   }
 
+#endif
+
+#if FC_LINK
+#include "link.cuh"
 #endif

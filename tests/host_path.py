@@ -25,6 +25,7 @@ from fcomm.communicator import Communicator
 from fcomm.cost_model import seed_model
 from fcomm.layout import ERROR_DTYPE, SlabLayout
 from fcomm.selector import Selector
+from fcomm.variants import SHIPPED
 
 EVERYTHING = frozenset({"atomic4", "atomic8", "atomic16", "acquire_release", "line128"})
 
@@ -60,14 +61,15 @@ def communicator(dependent_launch: str = "late", world_size: int = 8) -> Communi
     backend: Any = cuda.CudaBackend.__new__(cuda.CudaBackend)
     backend._cupy = SimpleNamespace(ndarray=cupy.ndarray, cuda=Streams(), empty=None)
     backend._runtime = SimpleNamespace(streamIsCapturing=lambda stream: False, streamQuery=lambda stream: 0)
-    backend._last, backend._shared, backend.sms, backend.device = [None], False, 16, 0
+    backend._last, backend._ahead, backend._shared, backend.sms, backend.device = [None], [None], False, 16, 0
+    backend.ranks_here, backend._control = 1, 1 << 32
     backend._packed, backend._kernels, backend._asked, backend._current = {}, {}, 0, None
     backend._launch_kernel = lambda *arguments: None
     backend._launch_dependent = None
     if dependent_launch != "none":
         backend._launch_dependent = launcher().launch
         backend._launch_dependent.argtypes = (ctypes.c_void_p,) * 4
-    kernel = SimpleNamespace(pointer=1 << 20, max_blocks=lambda threads: 64)
+    kernel = SimpleNamespace(pointer=1 << 20, max_blocks=lambda threads, grids=1, channels=1: 64 // grids)
     backend.kernel = lambda spec: kernel
     result = array((1024,), np.float16, 0x300000)
     backend.empty_like = lambda x, shape: result
@@ -76,6 +78,7 @@ def communicator(dependent_launch: str = "late", world_size: int = 8) -> Communi
     comm: Any = Communicator.__new__(Communicator)
     comm.rank, comm.world_size = 0, world_size
     comm.layout, comm.timeout_s, comm.checked = SlabLayout(world_size, 1 << 20), 10.0, False
+    comm.link, comm.variant = None, SHIPPED
     comm.backend, comm.capabilities, comm.gpu = backend, EVERYTHING, None
     comm.slabs, comm._grids, comm.dependent_launch = [k << 32 for k in range(1, world_size + 1)], {}, dependent_launch
     comm.selector = Selector(comm.layout, EVERYTHING, seed_model({}), launch=dependent_launch)
@@ -100,6 +103,7 @@ def calls(dependent_launch: str = "late") -> dict[str, Callable[[], object]]:
 
 
 def main() -> int:
+    cuda._capturing = lambda stream: False  # which is asked at a channel's first calls
     for launch in ("late", "none"):
         for name, call in calls(launch).items():
             call()

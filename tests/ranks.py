@@ -10,6 +10,7 @@ import argparse
 import json
 import logging
 import os
+import re
 import tempfile
 import time
 import traceback
@@ -30,7 +31,8 @@ import fcomm.layout
 from fcomm import checks, cost_model, models, provenance
 from fcomm.cost_model import Model
 from fcomm.dtypes import REDUCIBLE
-from fcomm.errors import DisagreementError, FcommError, HangError, ModelError
+from fcomm.errors import ArgumentError, DisagreementError, FcommError, HangError, ModelError
+from fcomm.links import Link
 from fcomm.protocols import HOPPER, V2_PUSH_UP_TO, Protocol
 from fcomm.source import source_hash
 
@@ -1135,6 +1137,268 @@ def the_path_is_logged_once_for_each_size_class(comm: fcomm.Communicator) -> Non
     assert all(text.startswith(tuple(starts)) and "seed coefficients" in text for text in texts[1:]), texts
 
 
+# ---- other media ------------------------------------------------------------------------------------------------------
+
+
+@case
+def slots_in_host_memory(comm: fcomm.Communicator) -> None:
+    """ll and flag run there with the same bits; everything else is refused, and says why."""
+    with make(comm, placement="host") as other:
+        dtype = DTYPES[0]
+        for p in fcomm.protocols().values():
+            if p.collective != "all_reduce" or p.algorithm.forms is not None:
+                continue
+            if p.encodings and all(e.name in ("ll", "flag") for e in p.encodings):
+                for k, count in enumerate((1, 1001, 40000)):  # the last one in two pieces
+                    reduce_once(other, p.name, dtype, count, (60, k), in_place=k == 1)
+            elif p.encodings or "atomic4" in p.needs:
+                with refused("slots in host memory are for ll and flag"):
+                    reduce_once(other, p.name, dtype, 1000, (61,))
+        for name in ("all_gather.ll", "all_gather.flag"):
+            gather_once(other, name, [random_bytes((62,), r, 1000) for r in range(comm.world_size)])
+        reduce_once(other, "barrier.two_shot", dtype, 1001, (62,))
+        reduce_once(other, "auto", dtype, 500, (63,))
+        assert other.backend.describe()["placement"] == "host"
+        other.reset()
+        for k in range(5):
+            reduce_once(other, "two_shot.ll", dtype, 3000, (64, k))
+    same = same_error(comm, ArgumentError, placement="disk")
+    assert "placement is one of device, host, not 'disk'" in same, same
+
+
+@case
+def an_emulated_link_changes_no_bit(comm: fcomm.Communicator) -> None:
+    """And the time of a call is at least what the link makes of it."""
+    if comm.world_size == 1 or (comm.backend.name == "cpu" and comm.world_size > 2):
+        return  # nothing goes over a link; each kernel is compiled for it anew
+    with make(comm, link="latency_us=400") as other:
+        for name, hops in (("one_shot.ll", 1), ("two_shot.ll128", 2)):
+            for k, count in enumerate((1, 1001)):
+                reduce_once(other, name, DTYPES[0], count, (65, k))
+            x, out = other.from_host(np.ones(64, np.float32)), other.from_host(np.ones(64, np.float32))
+            call = other.prepare("all_reduce", x, out, protocol=name)
+            call()
+            other.backend.synchronize()
+            comm.mpi.Barrier()
+            start = time.perf_counter()
+            call()
+            other.backend.synchronize()
+            assert time.perf_counter() - start >= hops * 390e-6, name
+        other.use_link(Link(0.0, 10.0))
+        reduce_once(other, "one_shot.ll", DTYPES[0], 1000, (66,))
+    with refused("no emulated link", "link=..."):
+        comm.use_link(Link(1.0))
+    same = same_error(comm, ArgumentError, link="fast")
+    assert "'fast' is not a link" in same, same
+
+
+# ---- epilogues ------------------------------------------------------------------------------------------------------
+
+
+SCALED_RELU = fcomm.Epilogue(
+    "scaled_relu",
+    "values.map([&](f32 sum, u64 index) { return sum > 0.0f ? sum * scale : f32(u32(index & 3u)); });",
+    scalars=("scale",),
+)
+
+
+def rows_of(comm: fcomm.Communicator, seed: tuple[int, ...], rows: int, columns: int, dtype: str) -> list[NDArray[Any]]:
+    """The ranks' inputs, a residual, a row vector (one row of several), and what all-reduce makes of the inputs."""
+    n = comm.world_size
+    xs = [checks.inputs(seed, r, n, rows * columns, dtype).reshape(rows, columns) for r in range(n + 2)]
+    return [*xs, checks.reduce_reference(xs[:n])]
+
+
+def fused_once(
+    comm: fcomm.Communicator, name: str, dtype: str, rows: int, columns: int, seed: tuple[int, ...],
+    *, shape: tuple[int, int] | None = None, offset: int = 0, in_place: bool = False,
+) -> None:  # fmt: skip
+    """Residual add and RMSNorm in one verified all-reduce, and by separate kernels, with the same bits."""
+    *xs, residual, vectors, total = rows_of(comm, seed, rows, columns, dtype)
+    want_residual = checks.add_residual(total, residual)
+    want = checks.rms_norm(want_residual, vectors[0], 1e-6)
+    what = f"{name} {dtype} {rows} x {columns} seed={seed} shape={shape}"
+
+    def array(host: NDArray[Any]) -> Any:
+        return place(comm, host.reshape(-1), offset).reshape(host.shape)
+
+    x, r, w = array(xs[comm.rank]), array(residual), array(vectors[0])
+    kept = r if in_place else poisoned(comm, rows * columns, dtype, offset).reshape(rows, columns)
+    out = x if in_place else poisoned(comm, rows * columns, dtype, offset).reshape(rows, columns)
+    epilogue = fcomm.epilogue.add_rms_norm(residual=r, residual_out=kept, weight=w, epsilon=1e-6)
+    comm.all_reduce(x, out, protocol=name, shape=shape, epilogue=epilogue)
+    for got, exact, which in ((out, want, "results"), (kept, want_residual, "new residuals")):
+        assert checks.wrong_elements(comm.to_host(got), exact) == 0, f"{what}: {which} of rank {comm.rank}"
+    x, r = array(xs[comm.rank]), array(residual)
+    added = comm.apply(fcomm.epilogue.add_residual(residual=r), comm.all_reduce(x))
+    apart = comm.apply(fcomm.epilogue.rms_norm(weight=w, epsilon=1e-6), added)
+    assert checks.wrong_elements(comm.to_host(apart), want) == 0, f"{what}: separate kernels on rank {comm.rank}"
+
+
+@case
+def epilogues_have_the_bits_of_separate_kernels(comm: fcomm.Communicator) -> None:
+    if comm.world_size not in (1, *FEW):
+        return
+    dtype = "bfloat16" if "bfloat16" in DTYPES else float_dtype()
+    fused_once(comm, "one_shot.ll", dtype, 5, 1000, (70,))
+    fused_once(comm, "auto", dtype, 5, 1000, (71,), in_place=True)
+    fused_once(
+        comm, "one_shot.ll", dtype, 37, 1000, (72,), in_place=True
+    )  # more than a slot takes: in pieces of whole rows
+    if comm.world_size > 1:
+        elementwise_once(comm, "two_shot.ll", dtype, 1003, (73,))
+        with make(comm, timeout_s=0.3) as victim:
+            _hang_of_rows(victim, dtype)
+        _apart(comm, dtype)
+    _layer_norm(comm, page_example())
+
+
+def _apart(comm: fcomm.Communicator, dtype: str) -> None:
+    """Protocols that cannot have the epilogue and are forced on "auto", or all that is left: two kernels, the same bits."""
+    for settings in ({"FCOMM_PROTOCOL": "two_shot.ll"}, {"FCOMM_PLAIN": "1"}):
+        with environment(**settings), make(comm) as other:
+            *xs, residual, vectors, total = rows_of(comm, (80,), 5, 1000, dtype)
+            x, r, w = (other.from_host(a) for a in (xs[comm.rank], residual, vectors[0]))
+            kept = other.from_host(residual)
+            epilogue = fcomm.epilogue.add_rms_norm(residual=r, residual_out=kept, weight=w, epsilon=1e-6)
+            call = other.prepare("all_reduce", x, r, epilogue=epilogue)  # the output is what it reads
+            assert not call.fused, call.protocol
+            call()
+            want = checks.add_residual(total, residual)
+            assert checks.wrong_elements(other.to_host(kept), want) == 0, settings
+            assert checks.wrong_elements(other.to_host(r), checks.rms_norm(want, vectors[0], 1e-6)) == 0, settings
+
+
+def page_example() -> fcomm.Epilogue:
+    """The epilogue of docs/epilogue.md, as its readers would copy it."""
+    text = (Path(__file__).parents[1] / "docs" / "epilogue.md").read_text()
+    lines = next(b for b in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "fcomm.Epilogue(" in b)
+    space: dict[str, Any] = {}
+    exec(lines.rsplit("\ny = ", 1)[0], space)
+    made: fcomm.Epilogue = space["layer_norm"]
+    return made
+
+
+def _layer_norm(comm: fcomm.Communicator, layer_norm: fcomm.Epilogue) -> None:
+    *xs, _, vectors, total = rows_of(comm, (79,), 3, 96, "float32")
+    one = np.float32
+    mean = (checks.tree_sum(total) / one(96))[:, None]
+    variance = checks.tree_sum((total - mean) * (total - mean)) / one(96)
+    scale = (one(1) / np.sqrt(variance + one(1e-5)))[:, None]
+    x, w = comm.from_host(xs[comm.rank]), comm.from_host(vectors[0])
+    got = comm.all_reduce(x, protocol="one_shot.ll", epilogue=layer_norm(weight=w, epsilon=1e-5))
+    assert checks.wrong_elements(comm.to_host(got), (total - mean) * scale * vectors[0]) == 0
+
+
+def _hang_of_rows(comm: fcomm.Communicator, dtype: str) -> None:
+    """A block whose threads meet in the row's sum: those that gave up must not leave the others waiting there."""
+    x = comm.from_host(np.ones((5, 1000), REDUCIBLE[dtype].numpy))
+    epilogue = fcomm.epilogue.add_rms_norm(
+        residual=x, residual_out=comm.from_host(comm.to_host(x)), weight=x[0], epsilon=1e-6
+    )
+    if comm.rank > 0:
+        with refused(f"rank {comm.rank} gave up waiting for rank 0", "one_shot.ll", f"{x.nbytes} bytes"):
+            comm.all_reduce(x, protocol="one_shot.ll", epilogue=epilogue)
+            comm.backend.synchronize()
+            comm.check()
+    comm.reset()
+    fused_once(comm, "one_shot.ll", dtype, 5, 1000, (78,))
+
+
+def elementwise_once(comm: fcomm.Communicator, name: str, dtype: str, count: int, seed: tuple[int, ...]) -> None:
+    """A caller's own epilogue on any number of elements, verified; and its index where the message goes in pieces."""
+    n = comm.world_size
+    xs = [checks.inputs(seed, r, n, count, dtype) for r in range(n)]
+    total = checks.reduce_reference(xs).astype(np.float32)
+    with np.errstate(all="ignore"):
+        want = np.where(total > 0, total * np.float32(0.3), (np.arange(count) & 3).astype(np.float32))
+    out = poisoned(comm, count, dtype)
+    comm.all_reduce(comm.from_host(xs[comm.rank]), out, protocol=name, epilogue=SCALED_RELU(scale=0.3))
+    wrong = checks.wrong_elements(comm.to_host(out), checks.rounded(want, xs[0].dtype))
+    assert wrong == 0, f"{name} {dtype} count={count}: {wrong} wrong elements on rank {comm.rank}"
+
+
+def every_epilogue(comm: fcomm.Communicator) -> None:
+    """All that the light case has some of: protocols, dtypes, grids, alignments. For the long tests."""
+    for p, dtype in reducing(comm):
+        if dtype == "int32":
+            continue
+        if SCALED_RELU.refusal(p) is None:
+            for k, count in enumerate((1, 7, 33, 1003, 40001)):
+                elementwise_once(comm, p.name, dtype, count, (74, k))
+        if fcomm.epilogue.add_rms_norm.refusal(p) is not None:
+            continue
+        size = REDUCIBLE[dtype].itemsize
+        for k, columns in enumerate((16 // size, 2880 // size, 4096)):
+            for j, shape in enumerate((None, (1, 512), (3, 512))):
+                fused_once(comm, p.name, dtype, (1, 3, 11)[k], columns, (75, k, j), shape=shape, offset=k % 2)
+    with make(comm) as other:
+        fused_once(other, "auto", float_dtype(), 2, 1024, (76,), in_place=True)
+
+
+@case
+def epilogues_that_are_refused(comm: fcomm.Communicator) -> None:
+    if comm.world_size not in FEW:
+        return
+    norm = fcomm.epilogue.add_rms_norm
+    x, r, out = (comm.from_host(np.ones((4, 64), np.float32)) for _ in range(3))
+    w = comm.from_host(np.ones(64, np.float32))
+    good = {"residual": r, "residual_out": r, "weight": w, "epsilon": 1e-6}
+
+    def call(x: Any = x, out: Any = out, protocol: str = "auto", **changes: Any) -> None:
+        comm.all_reduce(x, out, protocol=protocol, epilogue=norm(**{**good, **changes}))
+
+    with refused("two_shot.ll is not admitted here", "needs whole rows", "use one_shot"):
+        call(protocol="two_shot.ll")
+    with refused("one_shot.flag", "a chunk of flag is no row"):
+        call(protocol="one_shot.flag")
+    for name in ("one_shot.ll16", "one_shot.ll128"):
+        with refused(name, "pieces of 16 bytes"):
+            call(protocol=name)
+    with refused("barrier.one_shot", "only flash-comm's own all-reduces have epilogues"):
+        call(protocol="barrier.one_shot")
+    with refused("two_shot.ll+ll128 is not admitted here", "reads its sums back from the output"):
+        comm.all_reduce(x, protocol="two_shot.ll+ll128", epilogue=SCALED_RELU(scale=1.0))
+    with refused("all_reduce has epilogues, all_gather has none"):
+        comm.prepare("all_gather", x, epilogue=SCALED_RELU(scale=1.0))
+    with refused("takes float32, float16 or bfloat16, not int32"):
+        comm.all_reduce(comm.from_host(np.ones(64, np.int32)), epilogue=SCALED_RELU(scale=1.0))
+    odd = comm.from_host(np.ones((4, 63), np.float32))
+    with refused("multiple of 16 bytes", "63 elements, 252 bytes"):
+        call(x=odd, out=None)
+    with refused("weight is float32 (4, 64)", "must be float32 (64,)"):
+        call(weight=x)
+    with refused("residual is float32 (2, 64)", "must be float32 (4, 64)"):
+        call(residual=r[:2])
+    with refused("residual_out is not C-contiguous"):
+        call(residual_out=comm.from_host(np.ones((4, 128), np.float32))[:, ::2])
+    with refused("residual_out overlaps the output"):
+        call(residual_out=out)
+    both = comm.from_host(np.ones((5, 64), np.float32))
+    with refused("residual_out overlaps residual", "one and the same array"):
+        call(residual=both[:4], residual_out=both[1:])
+    with refused("the output overlaps weight"):
+        call(out=both[:4], weight=both[3])
+    with refused("a row of 262144 bytes does not fit into a slot", "larger max_bytes"):
+        long = comm.from_host(np.ones((1, 1 << 16), np.float32))
+        comm.all_reduce(long, protocol="one_shot.ll", epilogue=fcomm.epilogue.rms_norm(weight=long[0], epsilon=1e-6))
+    with refused("too long for blocks of 32 threads"):
+        row = comm.from_host(np.ones((1, 2048), np.float32))
+        comm.all_reduce(
+            row, protocol="one_shot.ll", shape=(1, 32), epilogue=fcomm.epilogue.rms_norm(weight=row[0], epsilon=1e-6)
+        )
+    broken = fcomm.Epilogue("broken", "values.map([](f32 sum, u64) { return sum +; });")
+    with refused("could not compile", "broken"):
+        comm.all_reduce(x, epilogue=broken())
+    reduce_once(comm, "one_shot.ll", "float32", 256, (77,))
+    few = comm.from_host(np.ones(8, REDUCIBLE["bfloat16"].numpy))
+    with make(comm, checked=True) as careful, refused("disagree", "nothing was launched"):
+        careful.all_reduce(few, protocol="two_shot.ll", epilogue=SCALED_RELU(scale=1.0 + comm.rank))
+
+
+LONG_CASES: dict[str, Case] = {f.__name__: f for f in (every_epilogue,)}
+"""Cases that only the long tests run."""
+
 # ---- running the table ----------------------------------------------------------------------------------------------
 
 MANY_CALLS = 500
@@ -1171,7 +1435,7 @@ def main() -> int:
     MANY_CALLS, DTYPES = options.calls, tuple(options.dtypes)
     mpi = MPI.COMM_WORLD
     for name in options.cases:
-        seconds = run_case(mpi, options.backend, CASES[name])
+        seconds = run_case(mpi, options.backend, {**CASES, **LONG_CASES}[name])
         if mpi.rank == 0:
             print(f"PASS {name} {seconds:.2f}", flush=True)
     return 0

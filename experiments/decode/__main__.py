@@ -246,11 +246,11 @@ class Decode:
         most = max(shapes.model(name).message_bytes(max(r.batches)) for name in r.models)
         options: dict[str, Any] = {"timeout_s": HANG_S} if self.cuda and "FCOMM_TIMEOUT_S" not in os.environ else {}
 
-        def make(launch: str) -> Communicator:
+        def make(launch: str, variant: str) -> Communicator:
             return self.stack.enter_context(
                 Communicator(
                     self.world, backend=r.backend, max_bytes=most, dependent_launch=launch,
-                    model=None if self.cuda else "seed", **options,
+                    model=None if self.cuda else "seed", variant=variant, **options,
                 )
             )  # fmt: skip
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fcomm.layout import SlabLayout
 from fcomm.source import MAX_THREADS, Specialisation
+
+if TYPE_CHECKING:
+    from fcomm.epilogue import Separate
 
 
 @dataclass(slots=True)  # not frozen, which takes three times as long to make; two are made in every call
@@ -86,6 +89,9 @@ class Backend(Protocol):
     def allocate(self, layout: SlabLayout) -> list[int]:
         """Collective: makes this rank's slab, cleared, and returns the address of every rank's slab."""
 
+    def control_address(self) -> int:
+        """Address, for kernels, of this rank's control words (`SlabLayout.control_offset` apart for each channel)."""
+
     def error_address(self) -> int:
         """Address, for kernels, of this rank's error records (one for each channel)."""
 
@@ -107,11 +113,25 @@ class Backend(Protocol):
     def write_slab(self, offset: int, content: NDArray[np.uint8]) -> None:
         """Overwrites part of this rank's slab: how a test plants old evidence. Nothing may be running."""
 
-    def kernel(self, spec: Specialisation) -> Kernel:
-        """Compiles a specialisation, or finds it compiled."""
+    def kernel(self, spec: Specialisation | Separate) -> Kernel:
+        """Compiles a specialisation, or an epilogue's own kernel, or finds it compiled."""
+
+    def compile(self, name: str, text: str) -> Kernel:
+        """Loads a kernel of whatever source that is whole; for measurements."""
+
+    def ticks_per_us(self) -> float:
+        """Rate of the clock that kernels with an emulated link read, on this rank and now."""
 
     def launch(self, kernel: Any, shape: LaunchShape, params: NDArray[np.void], stream: Any) -> None:
         """Starts a grid on a stream. `params` is copied before this returns."""
+
+    def launch_once(
+        self, kernel: Any, shape: LaunchShape, params: NDArray[np.void], stream: Any, dependent: bool = False
+    ) -> None:
+        """Starts a kernel that is no collective, and takes no epoch; `params` is copied before this returns."""
+
+    def may_follow(self, kernel: Any, shape: LaunchShape, stream: Any) -> bool:
+        """Whether such a kernel may be let in while the collective ahead of it in the stream still waits for peers."""
 
     def use_dependent_launch(self) -> str | None:
         """Lets grids begin while the one before them in the stream ends, from now on; returns why not, or None."""

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from filelock import FileLock
@@ -35,6 +35,10 @@ from fcomm.errors import ArgumentError, SetupError
 from fcomm.group import Group
 from fcomm.layout import CONTROL_BYTES, CONTROL_DTYPE, ERROR_DTYPE, SlabLayout
 from fcomm.source import Specialisation
+from fcomm.topology import HOST_CAPABILITIES
+
+if TYPE_CHECKING:
+    from fcomm.epilogue import Separate
 
 T = TypeVar("T")
 
@@ -51,6 +55,8 @@ FLAGS = (
     "-fvisibility=hidden",
 )
 MAX_FIBERS = 2048
+TICKS_PER_US = 1000 / 64
+"""Of ``ticks()`` in ``kernels_cu/cpu/primitives.hpp``."""
 
 
 @cache
@@ -104,7 +110,7 @@ def _compile(source: Path, name: str, flags: tuple[str, ...]) -> Path:
     return made
 
 
-def build(spec: Specialisation, defines: tuple[str, ...] = ()) -> Path:
+def build(spec: Specialisation | Separate, defines: tuple[str, ...] = ()) -> Path:
     """Compiles a specialisation to a shared library, or finds it on disk."""
     text = "#define FC_CPU 1\n" + "".join(f"#define {d}\n" for d in defines) + spec.text()
     return build_text(text, spec.name)
@@ -226,11 +232,13 @@ class CpuBackend:
 
     name = "cpu"
 
-    def __init__(self, mpi: Group) -> None:
+    def __init__(self, mpi: Group, placement: str = "device") -> None:
         self._mpi = mpi
-        self.capabilities = _capabilities()
+        self._placement = placement
+        # Slabs are in host memory as it is: being asked for that admits what it would admit with GPUs.
+        self.capabilities = HOST_CAPABILITIES if placement == "host" else _capabilities()
         self._memory: mmap.mmap | None = None
-        self._kernels: dict[tuple[str, str, int], CpuKernel] = {}
+        self._kernels: dict[str, CpuKernel] = {}
 
     def prepare(self) -> None:
         """What can fail on one rank alone, before anything collective."""
@@ -246,6 +254,9 @@ class CpuBackend:
         self._errors = np.zeros(layout.channels, ERROR_DTYPE)
         self.reset(layout)
         return bases
+
+    def control_address(self) -> int:
+        return int(self._slab.ctypes.data)
 
     def error_address(self) -> int:
         return int(self._errors.ctypes.data)
@@ -279,16 +290,29 @@ class CpuBackend:
     def write_slab(self, offset: int, content: NDArray[np.uint8]) -> None:
         self._slab[offset : offset + content.size] = content
 
-    def kernel(self, spec: Specialisation) -> CpuKernel:
+    def kernel(self, spec: Specialisation | Separate) -> CpuKernel:
         spec = replace(spec, aligned=True)  # one kernel for both: it is told at run time
-        key = (spec.protocol.name, spec.dtype.name, spec.world_size)
-        if key not in self._kernels:
-            self._kernels[key] = CpuKernel(build(spec))
-        return self._kernels[key]
+        if spec.name not in self._kernels:
+            self._kernels[spec.name] = CpuKernel(build(spec))
+        return self._kernels[spec.name]
+
+    def compile(self, name: str, text: str) -> CpuKernel:
+        return CpuKernel(build_text(f"#define FC_CPU 1\n{text}", name))
+
+    def ticks_per_us(self) -> float:
+        return TICKS_PER_US
 
     def launch(self, kernel: CpuKernel, shape: LaunchShape, params: NDArray[np.void], stream: Any) -> None:
         if kernel.run(params.ctypes.data, shape.blocks, shape.threads) != 0:
             raise SetupError(f"no memory for the stacks of {shape.blocks * shape.threads} threads")
+
+    def launch_once(
+        self, kernel: CpuKernel, shape: LaunchShape, params: NDArray[np.void], stream: Any, dependent: bool = False
+    ) -> None:
+        self.launch(kernel, shape, params, stream)
+
+    def may_follow(self, kernel: CpuKernel, shape: LaunchShape, stream: Any) -> bool:
+        return False
 
     def use_dependent_launch(self) -> str | None:
         return "the cpu backend runs one grid after the other"
@@ -345,6 +369,7 @@ class CpuBackend:
             "cores": len(os.sched_getaffinity(0)),
             "compiler": _compiler_identity(),
             "emulation": True,
+            **({"placement": "host"} if self._placement == "host" else {}),
         }
 
     def close(self) -> None:

@@ -23,11 +23,14 @@ from fcomm.dtypes import REDUCIBLE
 from fcomm.errors import ArgumentError, DeviceError, FcommError, SetupError
 from fcomm.grids import fit_together, most_blocks
 from fcomm.group import Group
+from fcomm.host_memory import HostMemory
 from fcomm.layout import CONTROL_BYTES, CONTROL_DTYPE, ERROR_DTYPE, SLAB_GRANULE, SlabLayout, params_dtype
 from fcomm.source import MAX_THREADS, OPTIONS, Specialisation, flatten
 
 if TYPE_CHECKING:
     from types import ModuleType
+
+    from fcomm.epilogue import Separate
 
 T = TypeVar("T")
 log = logging.getLogger("fcomm")
@@ -295,10 +298,28 @@ class SharedMemory:
             except runtime.CUDARuntimeError as error:
                 raise SetupError(
                     f"rank {self._mpi.rank} cannot map the memory of rank {rank} ({error}): the GPUs need peer access, "
-                    "and a container must share its IPC namespace among the ranks"
+                    'and a container must share its IPC namespace among the ranks; without peer access there is placement="host"'
                 ) from None
             self.addresses.append(address)
             self._mapped.append(address)
+
+    def fill(self, offset: int, nbytes: int, value: int) -> None:
+        """Fills bytes of this rank's allocation with a value."""
+        from cupy.cuda import runtime
+
+        runtime.memset(self.own + offset, value, nbytes)
+
+    def read(self, offset: int, into: NDArray[Any]) -> None:
+        """Copies bytes of it from `offset` on into an array."""
+        from cupy.cuda import runtime
+
+        runtime.memcpy(into.ctypes.data, self.own + offset, into.nbytes, runtime.memcpyDeviceToHost)
+
+    def write(self, offset: int, data: NDArray[Any]) -> None:
+        """Copies an array's bytes to `offset`."""
+        from cupy.cuda import runtime
+
+        runtime.memcpy(self.own + offset, data.ctypes.data, data.nbytes, runtime.memcpyHostToDevice)
 
     def close(self) -> None:
         """Collective and idempotent: every rank unmaps, they meet, every rank frees."""
@@ -366,7 +387,7 @@ class CudaBackend:
 
     name = "cuda"
 
-    def __init__(self, mpi: Group, device: int | None = None) -> None:
+    def __init__(self, mpi: Group, device: int | None = None, placement: str = "device") -> None:
         if device_count() == 0:
             raise ArgumentError("the cuda backend needs an NVIDIA GPU, its driver and CuPy, and this rank finds no GPU")
         import cupy
@@ -375,6 +396,7 @@ class CudaBackend:
         self._cupy: ModuleType = cupy
         self._runtime: Any = runtime
         self._mpi = mpi
+        self._host = placement == "host"
         self._launch_kernel = driver.launchKernel
         self.device = self._choose_device(device)
         _asking(lambda: runtime.setDevice(self.device))
@@ -383,7 +405,8 @@ class CudaBackend:
         self.capabilities: frozenset[str] = frozenset()
         self.devices: list[topology.Device] = []
         self._here = _asking(lambda: topology.describe_device(self.device))
-        self._memory: SharedMemory | None = None
+        self._memory: SharedMemory | HostMemory | None = None
+        self._control = 0
         self._kernels: dict[str, CudaKernel] = {}
         self._packed: dict[int, _Packed] = {}
         self._launch_dependent: Any = None
@@ -426,13 +449,15 @@ class CudaBackend:
         self.sms = topology.sm_share(self.devices, self._mpi.rank)
         self.links = [topology.link(own, d) for d in self.devices]
         self.capabilities = frozenset.intersection(*(topology.LINK_CAPABILITIES[k] for k in self.links))
+        if self._host:
+            self.capabilities = topology.HOST_CAPABILITIES
         self.mps = all(d.mps for d in self.devices if d.uuid == own.uuid)
         self.time_sliced = any(not d.mps and sum(o.uuid == d.uuid for o in self.devices) > 1 for d in self.devices)
         self._shared = self.ranks_here > 1
         if self.time_sliced:
             self._time_slicing()
         for peer, kind in zip(self.devices, self.links, strict=True):
-            if kind in (topology.NVLINK, topology.PCIE):
+            if kind in (topology.NVLINK, topology.PCIE) and not self._host:
                 self._enable_peer(topology.ordinal_of(peer.uuid))
 
     def _time_slicing(self) -> None:
@@ -474,10 +499,15 @@ class CudaBackend:
         mpi = self._mpi
         self._layout = layout
         self._last, self._ahead = [None] * layout.channels, [None] * layout.channels
-        memory = SharedMemory(mpi, self.device, layout.slab_bytes)
+        memory = self._memory = self.share(layout.slab_bytes)
         try:
             bootstrap.collectively(mpi, lambda: self._make_errors(layout))
-            self._memory = memory
+            if self._host:
+                # Rank-local words stay on the device: no peer touches them, and every call begins with reading them.
+                nbytes = layout.channels * CONTROL_BYTES
+                self._control = bootstrap.collectively(mpi, lambda: _asking(lambda: int(self._runtime.malloc(nbytes))))
+            else:
+                self._control = memory.own
             if mpi.size > 1:
                 nonce = mpi.allgather(int.from_bytes(os.urandom(4), "little"))[0]
                 bootstrap.collectively(mpi, lambda: self._probe_stores(nonce))
@@ -485,10 +515,13 @@ class CudaBackend:
                 bootstrap.collectively(mpi, lambda: self._probe_look(nonce))
             bootstrap.collectively(mpi, lambda: _asking(lambda: self.reset(layout)))
         except Exception:  # raised by all ranks or by none
-            self._memory = None
-            memory.close()
+            self.close()
             raise
         return list(memory.addresses)
+
+    def share(self, nbytes: int) -> SharedMemory | HostMemory:
+        """Memory of so many bytes on every rank, cleared, that kernels of all of them reach: where slots are. Collective."""
+        return HostMemory(self._mpi, nbytes) if self._host else SharedMemory(self._mpi, self.device, nbytes)
 
     def _make_errors(self, layout: SlabLayout) -> None:
         """Pinned memory, at one address for host and device, so that a record can be read while its kernel still runs."""
@@ -519,7 +552,7 @@ class CudaBackend:
         n, rank = self._mpi.size, self._mpi.rank
         assert self._memory is not None
         cells = np.zeros((n, 4), np.uint32)
-        _asking(lambda: self._fetch(cells, self._memory.own + PROBE_OFFSET))  # type: ignore[union-attr]
+        _asking(lambda: self._own_memory().read(PROBE_OFFSET, cells))
         want = np.array([[r, rank, nonce, ~nonce & 0xFFFFFFFF] for r in range(n)], np.uint32)
         lost = np.flatnonzero((cells != want).any(axis=1))
         if lost.size:
@@ -534,6 +567,9 @@ class CudaBackend:
     def _store(self, address: int, data: NDArray[Any]) -> None:
         self._runtime.memcpy(address, data.ctypes.data, data.nbytes, self._runtime.memcpyHostToDevice)
 
+    def control_address(self) -> int:
+        return self._control
+
     def error_address(self) -> int:
         return int(self._errors.ctypes.data)
 
@@ -542,30 +578,30 @@ class CudaBackend:
 
     def reset(self, layout: SlabLayout) -> None:
         memory = self._own_memory()
-        self._runtime.memset(memory.own, 0, memory.nbytes)
+        memory.fill(0, memory.nbytes, 0)
         for channel in range(layout.channels):
             for region in layout.regions(channel).values():
                 if region.cleared_to:
                     nbytes = region.copies * region.copy_stride
-                    self._runtime.memset(memory.own + region.offset, region.cleared_to, nbytes)
+                    memory.fill(region.offset, nbytes, region.cleared_to)
         self.write_control(layout.initial_control())
         self._errors[:] = np.zeros(1, ERROR_DTYPE)
         self._last, self._ahead = [None] * layout.channels, [None] * layout.channels
         self.synchronize()
 
-    def _own_memory(self) -> SharedMemory:
+    def _own_memory(self) -> SharedMemory | HostMemory:
         assert self._memory is not None, "no slab: not allocated, or closed"
         return self._memory
 
     def control(self) -> NDArray[np.void]:
         self.synchronize()
         words = np.empty(self._layout.channels, CONTROL_DTYPE)
-        _asking(lambda: self._fetch(words, self._own_memory().own))
+        _asking(lambda: self._fetch(words, self._control))
         return words
 
     def write_control(self, words: NDArray[np.void]) -> None:
         assert words.dtype.itemsize == CONTROL_BYTES
-        _asking(lambda: self._store(self._own_memory().own, words))
+        _asking(lambda: self._store(self._control, words))
         self.synchronize()
 
     def slab(self) -> Any:
@@ -578,12 +614,12 @@ class CudaBackend:
         memory = self._own_memory()
         assert 0 <= offset <= offset + content.nbytes <= memory.nbytes
         self.synchronize()
-        _asking(lambda: self._store(memory.own + offset, np.ascontiguousarray(content)))
+        _asking(lambda: memory.write(offset, np.ascontiguousarray(content)))
         self.synchronize()
 
     # ---- kernels ----------------------------------------------------------------------------------------------------
 
-    def kernel(self, spec: Specialisation) -> CudaKernel:
+    def kernel(self, spec: Specialisation | Separate) -> CudaKernel:
         key = spec.name
         found = self._kernels.get(key)
         if found is None:
@@ -598,6 +634,25 @@ class CudaBackend:
     def compile(self, name: str, text: str) -> CudaKernel:
         """Loads a kernel `fc_kernel` from its whole source; compiled binaries are kept on disk by CuPy."""
         return CudaKernel(name, _asking(lambda: _load(self.device, name, text)), self.sms)
+
+    def ticks_per_us(self) -> float:
+        """Rate of the SMs' clock at present, which boost and power limits change: measured for 4 ms, after as long for warming up."""
+        from cupy.cuda import PinnedMemory, PinnedMemoryPointer
+
+        lines = [
+            "#define FC_N 2",
+            "#define FC_MAX_THREADS 32",
+            '#include "measure/pairs.cuh"',
+            "FC_KERNEL(fc::clock_rate)",
+        ]
+        kernel = self.compile("clock_rate", flatten("\n".join(lines)))
+        told = np.frombuffer(PinnedMemoryPointer(PinnedMemory(16, 0), 0), np.uint8)[:16].view(np.uint64)
+        params = np.zeros(1, params_dtype(2))
+        params["out"], params["nbytes"] = told.ctypes.data, 4_000_000
+        for _ in range(2):
+            self.launch_once(kernel, LaunchShape(1, 32), params, 0)
+            self.synchronize()
+        return float(told[1]) / float(told[0]) * 1e3
 
     def launch(self, kernel: CudaKernel, shape: LaunchShape, params: NDArray[np.void], stream: Any) -> None:
         packed = self._packed.get(id(params))
@@ -657,6 +712,29 @@ class CudaBackend:
             self._dependent(packed, kernel, shape, stream, True)
         else:
             self._independent(packed, kernel, shape, stream)
+
+    def may_follow(self, kernel: CudaKernel, shape: LaunchShape, stream: int) -> bool:
+        """Whether a kernel that is no collective may be let in by the triggers of the collective ahead of it in the stream: it
+        waits for that one's end, and holds the room that it got meanwhile. On a GPU that ranks share both must fit.
+
+        The collective behind it is no matter: it is let in when this kernel is past its wait.
+        """
+        if self._launch_dependent is None:
+            return False
+        channels = len(self._ahead)
+        if self.ranks_here == 1 and channels == 1:
+            return True
+        after = (shape.blocks, kernel.per_sm(shape.threads))
+        for last, ahead in zip(self._last, self._ahead, strict=True):
+            if last != stream:
+                continue
+            if ahead is None or (ahead.captured and not _capturing(stream)):
+                return False
+            if not fit_together(
+                self.sms, (ahead.shape.blocks, ahead.kernel.per_sm(ahead.shape.threads)), after, channels
+            ):
+                return False
+        return True
 
     def _dependent(self, packed: _Packed, kernel: CudaKernel, shape: LaunchShape, stream: int, overlap: bool) -> None:
         at = packed.configured(shape, stream)
@@ -821,7 +899,9 @@ class CudaBackend:
             "ranks_per_gpu": self.ranks_here,
             "gpus": len({d.uuid for d in self.devices}),
             "gpu_uuids": sorted({d.uuid for d in self.devices}),
-            "links": self.links,
+            # What slots are reached over; a cost model of one placement is none of the other.
+            "links": ["host"] * self._mpi.size if self._host else self.links,
+            **({"placement": "host"} if self._host else {}),
             "mps": self.mps,
             "mps_share_percent": os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE") if self.mps else None,
             "time_sliced": self.time_sliced,
@@ -835,6 +915,9 @@ class CudaBackend:
         memory, self._memory = self._memory, None
         self._packed.clear()
         self._kernels.clear()
+        if self._host and self._control:
+            _ignoring(lambda: self._runtime.free(self._control))
+        self._control = 0
         if memory is not None:
             memory.close()
 

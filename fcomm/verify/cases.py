@@ -14,23 +14,37 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from fcomm import checks
+from fcomm import checks, variants
 from fcomm.backends import sim
 from fcomm.dtypes import BYTES, REDUCIBLE
+from fcomm.epilogue import Epilogue, Fused, cells_held
 from fcomm.errors import ArgumentError
 from fcomm.layout import CALL_WORDS, CONTROL_DTYPE, FIRST_EPOCH, SlabLayout
 from fcomm.protocols import Protocol, protocol, shard_bytes
 from fcomm.sizes import round_up
 from fcomm.source import LAUNCHES, Specialisation
+from fcomm.variants import SHIPPED
 
 MAX_BYTES = 4096
 """Message size of the simulated slabs."""
 DTYPE = "float32"
+ORDERLESS = np.array([0, 0x80000000, 0xFFFFFFFF, 0x7F800000], np.uint32)
+"""Zeros, the sentinel (a NaN) and infinity: a sum of them and of small integers has the same bits in every order."""
 NEVER_NS = np.uint64(1 << 62)
 ALIGNMENT = 256
 FAULTS = ("no wait", "empty calls", "short room", "shared region", "stale cells")
 """What a host can do wrong: a step that never waits; launching calls of no bytes; room for too few grids on a device; two
 encodings in one region; evidence of the last period of the epoch in the slots."""
+
+
+NORM = Epilogue(
+    "norm",
+    """const f32 mean = values.sum([](f32 x) { return x * x; }) / f32(values.columns());
+    const f32 scale = 1.0f / sqrt(mean + 1.0f);
+    values.map([&](f32 x, u64) { return x * scale; });""",
+    by_row=True,
+)
+"""An epilogue that needs whole rows and nothing else: RMSNorm with an epsilon and weights of 1."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +90,8 @@ class Case:
     """Most words of the inputs are numbers of calls, as evidence is."""
     max_bytes: int = MAX_BYTES
     """Message size that the slabs are made for."""
+    columns: int = 0
+    """Elements of a row: calls of protocols that can have `NORM` over rows for their epilogue; 0: none."""
     faults: frozenset[str] = frozenset()
     weak: bool = True
 
@@ -95,6 +111,7 @@ class Case:
             *([f"{self.devices} shared devices"] if self.devices else []),
             *([f"{self.streams} streams"] if self.streams > 1 else []),
             *(["in place"] if self.in_place else []),
+            *([f"a norm over rows of {self.columns}"] if self.columns else []),
             *([f"first epoch {self.first_epoch:#x}"] if self.first_epoch != FIRST_EPOCH else []),
             *sorted(self.faults),
         ]
@@ -102,23 +119,42 @@ class Case:
 
 
 class Kernels:
-    """Kernels of one set of sources, compiled when they are first asked for."""
+    """Kernels of one set of sources, compiled when they are first asked for.
 
-    def __init__(self, root: Path | None = None) -> None:
-        self.root = root
-        self._made: dict[tuple[str, int], sim.SimKernel] = {}
+    variant : how those protocols are compiled that have it; the others, which stand between their calls, are the shipped ones.
+    """
 
-    def get(self, proto: Protocol, ranks: int) -> sim.SimKernel:
-        key = (proto.name, ranks)
-        if key not in self._made:
-            dtype = BYTES if proto.algorithm.moves_bytes else REDUCIBLE[DTYPE]
-            self._made[key] = sim.compile_kernel(Specialisation(proto, dtype, ranks), self.root)
-        return self._made[key]
+    def __init__(self, root: Path | None = None, variant: str = SHIPPED) -> None:
+        self.root, self.variant = root, variants.variant(variant)
+        self._made: dict[str, sim.SimKernel] = {}
+
+    def get(self, proto: Protocol, ranks: int, fused: Fused | None = None) -> sim.SimKernel:
+        dtype = BYTES if proto.algorithm.moves_bytes else REDUCIBLE[DTYPE]
+        name = SHIPPED if self.variant.refusal(proto) else self.variant.name
+        spec = Specialisation(proto, dtype, ranks, fused=fused, variant=name)
+        if spec.name not in self._made:
+            self._made[spec.name] = sim.compile_kernel(spec, self.root)
+        return self._made[spec.name]
 
 
-def _input(case: Case, proto: Protocol, call: int, rank: int, count: int) -> NDArray[np.generic]:
-    """One rank's input of one call: different in every call, with values that look like evidence among them."""
+def _fused(case: Case, proto: Protocol) -> Fused | None:
+    """The epilogue of the protocol's calls."""
+    if case.columns == 0 or NORM.refusal(proto) is not None:
+        return None
+    return Fused(NORM, cells_held(proto.encodings[0].cells(case.columns * 4), case.threads))
+
+
+def _input(case: Case, proto: Protocol, call: int, rank: int, count: int, ordered: bool = True) -> NDArray[np.generic]:
+    """One rank's input of one call: different in every call, with values that look like evidence among them.
+
+    ordered : whether the order of summation is fixed; otherwise values are such that every order has the same bits.
+    """
     rng = np.random.default_rng([case.data, call, rank])
+    if not ordered:
+        whole = rng.integers(-4096, 4096, count).astype(np.float32)
+        special = rng.random(count) < 0.15
+        whole.view(np.uint32)[special] = rng.choice(ORDERLESS, int(special.sum()))
+        return whole
     if proto.algorithm.moves_bytes:
         x: NDArray[np.generic] = rng.integers(0, 256, count, dtype=np.uint8)
         return x
@@ -209,9 +245,13 @@ def _program(
     before: sim.Launch | None = None
     for k, call in enumerate(made):
         proto = protocol(call.protocol)
-        xs = [_input(case, proto, k + 1000 * stream, r, call.count) for r in range(n)]
+        ordered = kernels.variant.exact or kernels.variant.refusal(proto) is not None
+        xs = [_input(case, proto, k + 1000 * stream, r, call.count, ordered) for r in range(n)]
         nbytes = xs[0].nbytes
-        want = np.ascontiguousarray(checks.expected(proto, xs, rank)).reshape(-1).view(np.uint8)
+        exact, fused = checks.expected(proto, xs, rank), _fused(case, proto)
+        if fused is not None:
+            exact = checks.rms_norm(exact.reshape(-1, case.columns), np.ones(case.columns, np.float32), 1.0)
+        want = np.ascontiguousarray(exact).reshape(-1).view(np.uint8)
         out_base = in_base
         if not case.in_place:
             out_base += extent
@@ -223,7 +263,11 @@ def _program(
             out_at = in_base + rank * (nbytes // n)
         node = k % len(case.calls)
         if node == len(nodes):
-            p = layout.params(proto, rank, [sim.slab_base(r) for r in range(n)], 0, stream, 1.0)
+            p = layout.params(
+                proto, rank, [sim.slab_base(r) for r in range(n)], 0, stream, 1.0, epilogue=fused is not None
+            )
+            if fused is not None:
+                p["epilogue"]["columns"] = case.columns
             for name in regions:  # the fault: a region in another's place
                 for j, used in enumerate(proto.regions):
                     if used == name:
@@ -248,7 +292,7 @@ def _program(
         if nbytes > 0 or "empty calls" in case.faults:
             world.launches.append(
                 sim.Launch(
-                    rank, k, kernels.get(proto, n), nodes[node], call.blocks_of(rank), case.threads,
+                    rank, k, kernels.get(proto, n, fused), nodes[node], call.blocks_of(rank), case.threads,
                     stream=stream, dependent=dependent, trigger=LAUNCHES.index(case.launch), in_at=in_at, in_bytes=nbytes,
                     out_at=out_at, out_bytes=want.nbytes, expected=want, alike=proto.collective != "reduce_scatter",
                 )
@@ -329,6 +373,18 @@ def drawn(proto: Protocol, ranks: int, seed: int, calls: int | None = None, most
         (1 << 32) - int(rng.integers(1, 5)) if wrap else FIRST_EPOCH,
         data=seed,
     )
+
+
+def with_rows(case: Case, seed: int) -> Case:
+    """The case with whole rows: all calls that can have `NORM` for their epilogue."""
+    columns = int(np.random.default_rng([seed, case.ranks, 13]).choice([4, 8, 20, 32], p=[0.2, 0.4, 0.2, 0.2]))
+    calls = tuple(
+        replace(c, count=min(round_up(c.count, columns), MAX_BYTES // 4 // columns * columns))
+        if NORM.refusal(protocol(c.protocol)) is None
+        else c
+        for c in case.calls
+    )
+    return replace(case, calls=calls, columns=columns)
 
 
 def _count(proto: Protocol, ranks: int, rng: np.random.Generator, most_cells: int) -> int:

@@ -8,12 +8,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from fcomm import variants
 from fcomm.backends import sim
 from fcomm.cli import listed, target
 from fcomm.errors import ArgumentError, NotAdmittedError
 from fcomm.protocols import Protocol, protocol, protocols
+from fcomm.variants import ABLATIONS, SHIPPED
 from fcomm.verify import mutants, page
-from fcomm.verify.cases import Kernels
+from fcomm.verify.cases import NORM, Kernels
 from fcomm.verify.search import BATCH, Counterexample, Tally, exhaust, search, shrink
 from fcomm.verify.words import headline, story
 
@@ -29,6 +31,9 @@ MOST_RANKS = 16
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     parser.add_argument("--protocol", default="all", help="names such as one_shot.ll,two_shot.flag (default all)")
+    parser.add_argument(
+        "--variant", default=SHIPPED, help=f"how they are compiled: {', '.join(ABLATIONS)} (default {SHIPPED})"
+    )
     parser.add_argument("--ranks", help="world sizes (default 2,3,4)")
     parser.add_argument("--calls", type=int, help="calls of each rank in a schedule (default: 2 to 6, drawn)")
     parser.add_argument(
@@ -40,6 +45,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--force", action="store_true", help="run protocols on links that they are not admitted for")
     parser.add_argument("--seed", type=int, default=0, help="first schedule (default 0); with --schedules 1, that one")
     parser.add_argument("--trace", action="store_true", help="show every event of a counterexample, not the last ones")
+    parser.add_argument(
+        "--rows", action="store_true", help="with an epilogue that needs whole rows: protocols that can have one"
+    )
     parser.add_argument(
         "--exhaustive", type=int, metavar="DEPARTURES", nargs="?", const=3,
         help="2 ranks, 2 units, 4 calls: all schedules with so many departures (default 3) from the plain one",
@@ -100,14 +108,30 @@ def main(options: argparse.Namespace, ranks: list[int] | None, names: list[str])
         raise ArgumentError(f"--calls {options.calls}: at least one")
     if options.seed < 0:
         raise ArgumentError(f"--seed {options.seed}: not negative")
+    if options.rows and (options.exhaustive is not None or options.mutants is not None or options.page):
+        raise ArgumentError("--rows is for searches: leave out --exhaustive, --mutants and --page")
     links = [sim.link(name) for name in listed(options.link, "--link")]
     end = None if options.seconds is None else time.monotonic() + options.seconds
+    if options.variant not in ABLATIONS:
+        raise ArgumentError(f"--variant {options.variant!r} is not known; use {', '.join(ABLATIONS)}")
+    if options.variant != SHIPPED and (options.mutants is not None or options.page):
+        raise ArgumentError("--variant is for protocols: mutants and the page are of the shipped kernels")
+    if options.variant != SHIPPED and options.rows:
+        raise ArgumentError("--variant and --rows: variants have no epilogues, leave out one of the two")
     if options.mutants is not None:
         return _mutants(options)
     if options.page:
         target(Path(options.page), "--page")
         return page.write(Path(options.page), options.schedules, options.seed, Progress())
     wanted = [protocol(name) for name in names] if names else every()
+    if options.rows:
+        for why in (NORM.refusal(p) for p in wanted if names):
+            if why is not None:
+                raise NotAdmittedError(f"--rows: {why}")
+        wanted = [p for p in wanted if NORM.refusal(p) is None]
+    for p in wanted if names else ():
+        variants.check(options.variant, p)
+    wanted = [p for p in wanted if ABLATIONS[options.variant].refusal(p) is None]
     covered: list[Tally] = []
     try:
         return _search(options, wanted, ranks or list(RANKS), links, end, covered, named=bool(names))
@@ -140,7 +164,7 @@ def _search(
     covered: list[Tally],
     named: bool,
 ) -> int:
-    kernels, progress, failed = Kernels(), Progress(), 0
+    kernels, progress, failed = Kernels(variant=options.variant), Progress(), 0
     for proto in wanted:
         for link in links:
             for n in [2] if options.exhaustive is not None else ranks:
@@ -152,7 +176,7 @@ def _search(
                         )
                     print(f"{proto.name}, {n} ranks, {link.name}: refused, {reason}")
                     continue
-                tally = Tally(proto, n, link, options.seed)
+                tally = Tally(proto, n, link, options.seed, rows=options.rows)
                 covered.append(tally)
 
                 def tick(t: Tally) -> None:
@@ -183,11 +207,13 @@ def _report(options: argparse.Namespace, t: Tally, kernels: Kernels) -> bool:
     print(f"{head}: {headline(found)}")
     if found.seed is not None:
         calls = f" --calls {options.calls}" if options.calls else ""
+        rows = " --rows" if t.rows else ""
         force = " --force" if options.force else ""
         sequential = " --sequential" if options.sequential else ""
+        sequential += "" if options.variant == SHIPPED else f" --variant {options.variant}"
         print(
             f"after {t.schedules} schedules; again: python -m fcomm verify --protocol {t.protocol.name} --ranks {t.ranks} "
-            f"--link {t.link.name}{calls}{force}{sequential} --seed {found.seed} --schedules 1"
+            f"--link {t.link.name}{calls}{rows}{force}{sequential} --seed {found.seed} --schedules 1"
         )
     if options.trace:
         shown, label = found, "the schedule"

@@ -21,7 +21,7 @@ MOST_LINES = 20
 LEAST_SOUND = 100
 SHIPPED = Path(__file__).with_name("mutants.toml")
 _CASE_FIELDS = (
-    "threads", "replays", "launch", "streams", "step_blocks", "devices", "in_place", "shift", "first_epoch", "scrub_calls", "lookalike", "max_bytes",
+    "threads", "replays", "launch", "streams", "step_blocks", "devices", "in_place", "shift", "first_epoch", "scrub_calls", "lookalike", "max_bytes", "columns",
 )  # fmt: skip
 _FIELDS = {"name", "fault", "met", "expected", "or", "ordering", "calls", "edit", "link", "ranks", "faults", "regions"}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from fcomm.backends import sim
 from fcomm.layout import FIRST_EPOCH
 from fcomm.protocols import Protocol
-from fcomm.verify.cases import Call, Case, Kernels, drawn, make_world
+from fcomm.verify.cases import Call, Case, Kernels, drawn, make_world, with_rows
 
 BATCH = 50
 """Schedules of one case before the next case is drawn."""
@@ -49,15 +50,18 @@ class Tally:
     found: Counterexample | None = None
     complete: bool = True
     """False: time was over, or somebody interrupted."""
+    rows: bool = False
+    """Calls have an epilogue that needs whole rows."""
 
     @property
     def seeds(self) -> str:
         return f"seeds {self.first_seed}..{self.first_seed + max(0, self.schedules - 1)}"
 
 
-def case_of(proto: Protocol, ranks: int, seed: int, calls: int | None, weak: bool = True) -> Case:
+def case_of(proto: Protocol, ranks: int, seed: int, calls: int | None, weak: bool = True, rows: bool = False) -> Case:
     """The case that a seed belongs to."""
-    return replace(drawn(proto, ranks, seed // BATCH, calls), weak=weak)
+    case = replace(drawn(proto, ranks, seed // BATCH, calls), weak=weak)
+    return with_rows(case, seed // BATCH) if rows else case
 
 
 def search(
@@ -79,7 +83,7 @@ def search(
             tally.complete = False
             return
         count = min(last, (seed // BATCH + 1) * BATCH) - seed
-        case = case_of(tally.protocol, tally.ranks, seed, calls, weak)
+        case = case_of(tally.protocol, tally.ranks, seed, calls, weak, tally.rows)
         with sim.Simulator(make_world(case, tally.link, kernels)) as s:
             outcome = s.random(seed, count)
             tally.cases += 1
@@ -181,7 +185,10 @@ def _smaller(case: Case) -> Iterator[Case]:
         yield replace(case, calls=calls[:-1])
         yield replace(case, calls=calls[1:])
     for halve in (True, False):
-        counts = [_fitting(c, case.ranks, c.count // 2 if halve else c.count - 1) for c in calls]
+        counts = [
+            _fitting(c, case.ranks, case.columns or 1, c.count // 2 if halve else c.count - (case.columns or 1))
+            for c in calls
+        ]
         if [c.count for c in calls] != counts:
             yield replace(case, calls=tuple(replace(c, count=k) for c, k in zip(calls, counts, strict=True)))
     if any(b > 1 for c in calls for b in c.blocks):
@@ -209,11 +216,12 @@ def _least_threads(proto: Protocol) -> int:
     return 8 if any(e.name == "ll128" for e in proto.encodings) else 4
 
 
-def _fitting(call: Call, ranks: int, count: int) -> int:
-    """A count near the given one that the protocol takes."""
+def _fitting(call: Call, ranks: int, columns: int, count: int) -> int:
+    """A count near the given one that the protocol takes. columns : of a row, which is not cut."""
     if call.count == 0:
         return 0
     granule = 4 if not call.protocol.startswith(("one_shot", "two_shot", "all_gather", "reduce_scatter")) else 1
     if call.protocol.startswith("reduce_scatter"):
         granule = ranks
+    granule = granule // math.gcd(granule, columns) * columns
     return max(granule, count // granule * granule)

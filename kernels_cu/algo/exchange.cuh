@@ -1,6 +1,7 @@
 // The exchange at the heart of every one-phase collective: push my payload to all peers' slots, then take theirs from
 // mine, each cell as its own evidence says that it is there. No barrier among ranks, no order among arrivals.
 #pragma once
+#include "ablate/arrival.cuh"
 #include "algo/slots.cuh"
 
 namespace fc {
@@ -15,10 +16,11 @@ template <class Wire, class T, class Sink>
 FC_DEVICE void exchange(const Params& p) {
   const u32 cells = cells_of<Wire>(p.nbytes);
   Tiles tiles(cells, chunk_cells<Wire>(cells));
-  const auto input = [&](u32 cell) { return load_payload<Wire, T>(p, p.in, p.nbytes, Wire::span(cell)); };
+  const auto input = [&](u32 cell) { return ablate::input<Wire, T>(p, p.in, p.nbytes, Wire::span(cell)); };
 
   Slots<Wire, true> slots(p, p.region[0], 0);
   launch_wait();
+  if constexpr (ablate::without(ablate::kEpoch)) return ablate::end();
 
   // My payload of the first cell stays in registers until it is reduced; for a message that the grid covers in one pass,
   // which is what the launch shape aims at, that is all of them. Its load is the first thing, so that it and the epoch's
@@ -28,6 +30,7 @@ FC_DEVICE void exchange(const Params& p) {
   const Turn<Wire> turn(p);
   if (turn.poisoned()) return;
   slots.begin(turn);
+  if constexpr (ablate::kRearmFirst) turn.template rearm<true>(p, p.region[0]);
 
   for (; tiles.more(); tiles.next()) {
     Payload v = own;
@@ -52,12 +55,17 @@ FC_DEVICE void exchange(const Params& p) {
     if (!slots.await(tiles.index(), all_peers(p))) return;
     for (u32 c = tiles.first(); c < tiles.end(); c += tiles.stride()) {
       // In place this is still input: a cell's output is written by the thread that owns the cell, after this.
-      if (!tiles.is_first(c)) own = input(c);
+      if (!tiles.is_first(c) && !ablate::kOwnInMemory) own = input(c);
+      if constexpr (ablate::kArrivalOrder) {
+        if (!ablate::store_sum<Wire, T>(p, slots, c, own)) return;
+        continue;
+      }
       Cell got[FC_N];
       if (!slots.take(c, all_peers(p), got)) return;
       Sink::consume(p, Wire::span(c), own, got);
     }
   }
+  if constexpr (ablate::kRearmLast) turn.template rearm<true>(p, p.region[0]);
   late_trigger();
   if (ticket.settle(p, turn.epoch())) turn.record(p, 1, cells);
 }

@@ -8,9 +8,14 @@ namespace fc {
 template <class Wire, class T>
 struct StoreSum {
   static FC_DEVICE void consume(const Params& p, Span span, Payload own, const Cell* got) {
+    if constexpr (ablate::without(ablate::kReduce)) return output(p, span, ablate::not_added<Wire>(p, own, got));
+    if constexpr (ablate::kOwnInMemory) return output(p, span, ablate::sum_of<Wire, T>(got));
     const Payload sum =
         reduce_in_rank_order<T, Wire::kWords>([&](u32 r) { return r == p.rank ? own : Wire::payload(got[r]); });
-    store_payload<Wire, T>(p, p.out, p.nbytes, span, sum);
+    output(p, span, sum);
+  }
+  static FC_DEVICE void output(const Params& p, Span span, Payload sum) {
+    ablate::output<Wire, T>(p, p.out, p.nbytes, span, sum);
   }
 };
 

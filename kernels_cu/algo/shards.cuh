@@ -1,6 +1,7 @@
 // A message in n parts, one for each rank: rank r's begins at r * stride and has the length that is left, at most `part`.
 // Up to one of them is shorter than the others, and those behind it are empty.
 #pragma once
+#include "ablate/arrival.cuh"
 #include "algo/slots.cuh"
 #include "reduce.cuh"
 
@@ -30,11 +31,11 @@ class Shards {
 
   template <class Wire, class T>
   FC_DEVICE Payload load(u64 message, u32 rank, u32 cell) const {
-    return load_payload<Wire, T>(p_, message + rank * p_.stride, bytes(rank), Wire::span(cell));
+    return ablate::input<Wire, T>(p_, message + rank * p_.stride, bytes(rank), Wire::span(cell));
   }
   template <class Wire, class T>
   FC_DEVICE void store(u64 message, u32 rank, u32 cell, Payload v) const {
-    store_payload<Wire, T>(p_, message + rank * p_.stride, bytes(rank), Wire::span(cell), v);
+    ablate::output<Wire, T>(p_, message + rank * p_.stride, bytes(rank), Wire::span(cell), v);
   }
 
  private:
@@ -87,8 +88,10 @@ template <class Wire, class T>
 FC_DEVICE bool reduce_own(const Params& p, const Shards& shards, const Slots<Wire, false>& slots, u32 cell,
                           Payload* sum) {
   const Payload own = shards.load<Wire, T>(p.in, p.rank, cell);
+  if constexpr (ablate::kArrivalOrder) return ablate::Arrival::take_sum<Wire, T>(slots, cell, own, sum);
   Cell got[FC_N];
   if (!slots.take(cell, all_peers(p), got)) return false;
+  if constexpr (ablate::without(ablate::kReduce)) return ablate::take_own<Wire>(p, own, got, sum);
   *sum = reduce_in_rank_order<T, Wire::kWords>([&](u32 r) { return r == p.rank ? own : Wire::payload(got[r]); });
   return true;
 }

@@ -1,9 +1,14 @@
 // Slots in use by one call: which copy (Turn), which cells a thread handles (Tiles), and the two ends of the wire (Slots).
 #pragma once
+#include "ablate/stages.cuh"
 #include "payload.cuh"
 #include "wait.cuh"
 
 namespace fc {
+
+namespace ablate {
+struct Arrival;
+}
 
 template <class Wire>
 FC_DEVICE u32 cells_of(u64 nbytes) {  // a slot is smaller than 2^32 cells
@@ -60,8 +65,9 @@ class Turn {
 
   // Lamport: sets back what the call before received. How much that is comes from device memory, not from this call: it may
   // have been larger. A cell of these halves that was not written is set back all the same: nobody writes it before then.
+  template <bool kElsewhere = false>  // behind the pushes, where the wait hides it; or where an ablation has it
   FC_DEVICE void rearm(const Params& p, const Region& g) const {
-    if constexpr (kLamport) {
+    if constexpr (kLamport && kElsewhere == ablate::kRearmElsewhere && !ablate::without(ablate::kRearm)) {
       const u32 first = blockIdx.x * blockDim.x + threadIdx.x, stride = gridDim.x * blockDim.x;
       const u32 before = copy_ == 0 ? 2 : copy_ - 1;
       const u32 between = pinned(u32(g.slot_stride));
@@ -74,7 +80,7 @@ class Turn {
           const u64 at = pinned(base + c * 16ull);
 #pragma unroll
           for (u32 r = 0; r < FC_N; r++) {
-            if (r != p.rank) Wire::rearm(reinterpret_cast<Cell*>(at + u64(r) * between));
+            if (r != p.rank || ablate::kOwnInMemory) Wire::rearm(reinterpret_cast<Cell*>(at + u64(r) * between));
           }
         }
       }
@@ -165,7 +171,7 @@ FC_DEVICE u32 chunk_cells(u32 cells) {
   }
 }
 
-FC_DEVICE u32 all_peers(const Params& p) { return ((1u << FC_N) - 1) & ~(1u << p.rank); }
+FC_DEVICE u32 all_peers(const Params& p) { return ((1u << FC_N) - 1) & (ablate::kOwnInMemory ? ~0u : ~(1u << p.rank)); }
 
 // The two ends of one phase's wire: where I push, where I look. `half` is the part of each slot that the phase uses.
 //
@@ -181,16 +187,19 @@ class Slots {
     in_theirs_ = pinned(at + p.rank * g.slot_stride);
     between_ = kAddressesFirst ? pinned(u32(g.slot_stride)) : u32(g.slot_stride);
 #pragma unroll
-    for (u32 j = 1; kAddressesFirst && j < FC_N; j++) theirs_[j] = pinned(p.slab[behind(j)] + in_theirs_);
+    for (u32 j = 1; kAddressesFirst && j < FC_N; j++) theirs_[j] = pinned(to(behind(j)));
   }
   FC_DEVICE void begin(const Turn<Wire>& turn) {
     e_ = turn.epoch();
     shift_ = pinned(turn.copy() * g_.copy_stride);
+    if constexpr (ablate::without(ablate::kExit)) ablate::keep(p_, e_ ^ u32(shift_));
   }
 
   // Writes one cell to every peer, beginning behind my own rank, so that the ranks do not all push to the same one first.
   FC_DEVICE void push(u32 cell, Payload v) const {
+    if constexpr (ablate::without(ablate::kStores)) return ablate::keep(p_, v);
     const u64 at = pinned(inside(cell));
+    if constexpr (ablate::kOwnInMemory) Wire::put(reinterpret_cast<Cell*>(to(p_.rank) + at), v, e_);
 #pragma unroll
     for (u32 j = 1; j < FC_N; j++) {
       Wire::put(reinterpret_cast<Cell*>((kAddressesFirst ? theirs_[j] : to(behind(j))) + at), v, e_);
@@ -198,19 +207,20 @@ class Slots {
   }
   // Writes one cell to one peer.
   FC_DEVICE void push_to(u32 peer, u32 cell, Payload v) const {
+    if constexpr (ablate::without(ablate::kStores)) return ablate::keep(p_, v);
     Wire::put(reinterpret_cast<Cell*>(to(peer) + inside(cell)), v, e_);
   }
 
   // Chunked wires: says to these peers that this block's chunk is complete, resp. waits until theirs are here. Thread r
   // speaks with rank r.
   FC_DEVICE void publish(u32 chunk, u32 peers) const {
-    if (!Wire::kChunked) return;
+    if (!Wire::kChunked || ablate::without(ablate::kStores)) return;
     block_barrier();  // all threads' stores before the release
     const u32 r = threadIdx.x;
     if (r < FC_N && (peers >> r & 1u)) st_release_sys(flag_of(to(r), chunk), e_);
   }
   FC_DEVICE bool await(u32 chunk, u32 peers) const {
-    if (!Wire::kChunked) return true;
+    if (!Wire::kChunked || ablate::without(ablate::kPoll)) return true;
     const u32 r = threadIdx.x;
     if (r < FC_N && (peers >> r & 1u)) await_flag(p_, flag_of(from(r), chunk), e_, r, chunk);
     block_barrier();  // the acquire before all threads' loads
@@ -219,7 +229,11 @@ class Slots {
 
   // Takes one cell of each of these peers into got[peer] and leaves the others alone. All are looked at together, then
   // only those that were not there. Returns false if the wait expired. `peers` is alike for lanes that look together.
+  template <bool kTogether = !ablate::kPollOne>
   FC_DEVICE bool take(u32 cell, u32 peers, Cell* got) const {
+    if constexpr (ablate::without(ablate::kPoll)) return ablate::nothing_came<FC_N>(p_, got);
+    if constexpr (!kTogether)
+      return ablate::one_by_one<FC_N>([&](u32 r) { return take<true>(cell, peers & 1u << r, got); });
     const u64 at = pinned(mine_ + inside(cell));
     u32 missing = peers;
     Wait wait;
@@ -249,6 +263,7 @@ class Slots {
 
   // The same for one cell of one peer.
   FC_DEVICE bool take_from(u32 peer, u32 cell, Cell* got) const {
+    if constexpr (ablate::without(ablate::kPoll)) return ablate::nothing_came<1>(p_, got);
     const Cell* at = reinterpret_cast<const Cell*>(pinned(from(peer) + inside(cell)));
     Wait wait;
     while (true) {
@@ -267,9 +282,11 @@ class Slots {
   FC_DEVICE u32 behind(u32 j) const { return p_.rank + j < FC_N ? p_.rank + j : p_.rank + j - FC_N; }
 
  private:
+  friend struct ablate::Arrival;
+
   // Where a peer's payload lands in copy 0 of my slots; where mine lands in a peer's.
   FC_DEVICE u64 from(u32 peer) const { return mine_ + u64(peer) * between_; }
-  FC_DEVICE u64 to(u32 peer) const { return p_.slab[peer] + in_theirs_; }
+  FC_DEVICE u64 to(u32 peer) const { return ablate::without(ablate::kWire) ? from(peer) : p_.slab[peer] + in_theirs_; }
   // From there to a cell of this call's copy.
   FC_DEVICE u64 inside(u32 cell) const { return shift_ + Wire::kHeaderBytes + cell * 16ull; }
   FC_DEVICE u32* flag_of(u64 slot, u32 chunk) const { return reinterpret_cast<u32*>(slot + shift_) + chunk; }

@@ -41,12 +41,14 @@ FC_DEVICE void two_shot(const Params& p) {
   const Tiles tiles2(cells2, kSameSpans ? chunk_cells<Wire2>(cells2) : tile_cells<Wire2>());
   const Piece first = piece<Wire1>(p, shards, tiles1, tiles1.first_item());
   launch_wait();
+  if constexpr (ablate::without(ablate::kEpoch)) return ablate::end();
   Payload v = {{0, 0, 0, 0}};
   // Before the epoch: the compiler waits for that as soon as it was asked for.
   if (first.there) v = shards.load<Wire1, T>(p.in, first.peer, first.cell);
   const Turns<Wire1, Wire2> turns(p);
   if (turns.first().poisoned()) return;
   slots1.begin(turns.first());
+  if constexpr (ablate::kRearmFirst) ablate::rearm<kOneWire>(p, turns);
 
   scatter<Wire1, T>(p, shards, slots1, tiles1, first, v);
 
@@ -99,6 +101,7 @@ FC_DEVICE void two_shot(const Params& p) {
       shards.store<Wire2, T>(p.out, theirs.peer, theirs.cell, Wire2::payload(got));
     }
   }
+  if constexpr (ablate::kRearmLast) ablate::rearm<kOneWire>(p, turns);
   late_trigger();
   if (ticket.settle(p, turns.first().epoch())) {
     turns.first().record(p, kOneWire ? 3 : 1, cells1);

@@ -1,5 +1,6 @@
 // A GPU's arithmetic on a host, bit for bit: rounding, conversions to and from 16 bits, canonical NaNs.
 #pragma once
+#include <math.h>
 #include <string.h>
 
 #define FC_DEVICE inline
@@ -16,10 +17,20 @@ FC_DEVICE u32 float_to_bits(float f) {
   memcpy(&b, &f, 4);
   return b;
 }
-// Hosts propagate NaN payloads, a GPU's addition returns one canonical NaN: the contract is the GPU's.
-FC_DEVICE float add_rn(float a, float b) {
-  const float r = a + b;
-  return r != r ? bits_to_float(0x7fffffffu) : r;
+// Hosts propagate NaN payloads, a GPU's arithmetic returns one canonical NaN: the contract is the GPU's.
+FC_DEVICE float canonical_nan(float r) { return r != r ? bits_to_float(0x7fffffffu) : r; }
+FC_DEVICE float add_rn(float a, float b) { return canonical_nan(a + b); }
+FC_DEVICE float sub_rn(float a, float b) { return canonical_nan(a - b); }
+FC_DEVICE float mul_rn(float a, float b) { return canonical_nan(a * b); }
+FC_DEVICE float div_rn(float a, float b) { return canonical_nan(a / b); }
+FC_DEVICE float sqrt_rn(float a) { return canonical_nan(sqrtf(a)); }
+FC_DEVICE bool less(float a, float b) { return a < b; }
+// The binary tree over that many leaves; what a power of two has more counts as zeros.
+FC_DEVICE float tree_sum(const float* leaf, u32 count) {
+  if (count == 1) return leaf[0];
+  u32 left = 1;
+  while (2 * left < count) left *= 2;
+  return add_rn(tree_sum(leaf, left), tree_sum(leaf + left, count - left));
 }
 FC_DEVICE float half_to_float(u16 h) {
   const u32 sign = u32(h & 0x8000u) << 16, exponent = h >> 10 & 31u, mantissa = h & 0x3ffu;

@@ -29,7 +29,9 @@ FC_DEVICE u32 pinned(u32 v) { return v; }
 FC_DEVICE void launch_wait() {}
 FC_DEVICE void late_trigger() {}
 FC_DEVICE void spin_pause() { fc_cpu::next_fiber(); }
+FC_LINK_RAW_BEGIN
 FC_DEVICE void block_barrier() { fc_cpu::wait_at(fc_cpu::self().block->gate, fc_cpu::self().block->live); }
+FC_LINK_RAW_END
 FC_DEVICE fc_cpu::Warp& warp() { return fc_cpu::self().block->warps[fc_cpu::self().thread / fc_cpu::kWarp]; }
 FC_DEVICE void group_sync(u32 mask) {
   fc_cpu::wait_at(warp().gate[__builtin_ctz(mask)], unsigned(__builtin_popcount(mask)));
@@ -50,15 +52,47 @@ FC_DEVICE u32 group_any(u32 mask, u32 predicate) { return group_count(mask, pred
 FC_DEVICE u32 group_all(u32 mask, u32 predicate) {
   return group_count(mask, predicate) == u32(__builtin_popcount(mask));
 }
+// Memory that the threads of a block share, kLeaves words for each of them. All threads of a rank run on one OS thread, and
+// all grids ask for the same, so what one block has there stays while others come.
+constexpr u32 kLeaves = 8;
+FC_DEVICE u32* block_words() {
+  static thread_local fc_cpu::Arena shared;
+  const size_t words = size_t(blockDim.x) * kLeaves;
+  char* base = shared.reserve(gridDim.x * words * sizeof(u32));
+  if (!base) abort();
+  return reinterpret_cast<u32*>(base) + blockIdx.x * words;
+}
+FC_DEVICE bool block_all(const Params&, bool yes) {
+  u32* votes = block_words();
+  votes[threadIdx.x] = yes;
+  FC_RAW block_barrier();
+  bool all = true;
+  for (u32 t = 0; t < blockDim.x; t++) all = all && votes[t];
+  FC_RAW block_barrier();  // before anyone votes again
+  return all;
+}
+template <u32 kCells>
+FC_DEVICE float block_tree_sum(const Params&, const float (&leaf)[kCells], u32) {
+  static_assert(kCells <= kLeaves, "more leaves than block_words() has room for");
+  float* leaves = reinterpret_cast<float*>(block_words());
+  for (u32 k = 0; k < kCells; k++) leaves[k * blockDim.x + threadIdx.x] = leaf[k];
+  FC_RAW block_barrier();
+  const float sum = add_rn(0.0f, tree_sum(leaves, kCells * blockDim.x));
+  FC_RAW block_barrier();  // before anyone writes the next one's
+  return sum;
+}
 FC_DEVICE u64 now_ns() {
   timespec t;
   clock_gettime(CLOCK_MONOTONIC, &t);
   return u64(t.tv_sec) * 1000000000ull + u64(t.tv_nsec);
 }
+// 64 ns each: an emulated link is as much slower as the emulation is.
+FC_DEVICE u32 ticks() { return u32(now_ns() >> 6); }
 
 // ---- evidence-carrying accesses -------------------------------------------------------------------------------------
 // 16 bytes in one access: aligned 16-byte vector moves are atomic on x86-64 with AVX, ldp/stp on aarch64 with LSE2
 // (fcomm/backends/cpu.py admits 16-byte encodings only where the processor says so).
+FC_LINK_RAW_BEGIN
 #if defined(__x86_64__)
 FC_DEVICE Cell ld_relaxed_sys(const Cell* p) {
   __m128 v;
@@ -87,7 +121,6 @@ FC_DEVICE u32 ld_relaxed_sys(const u32* p) { return __atomic_load_n(p, __ATOMIC_
 FC_DEVICE void st_relaxed_sys(u32* p, u32 v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
 FC_DEVICE u32 ld_acquire_sys(const u32* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
 FC_DEVICE void st_release_sys(u32* p, u32 v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
-FC_DEVICE void fence_sys() { __atomic_thread_fence(__ATOMIC_ACQ_REL); }
 
 // No host instruction writes 128 bytes untorn, so a line is emulated: payload first and the flag's cell last, behind a
 // release; reading, the flag's cell first, then an acquire. The lanes meet in between.
@@ -111,6 +144,8 @@ FC_DEVICE Cell ld_relaxed_sys_line(const Cell* p, u32 mask) {
   if (!flag_lane) c = ld_relaxed_sys(p);
   return c;
 }
+FC_LINK_RAW_END
+FC_DEVICE void fence_sys() { __atomic_thread_fence(__ATOMIC_ACQ_REL); }
 
 // ---- rank-local words -----------------------------------------------------------------------------------------------
 struct EpochWords {
@@ -120,7 +155,7 @@ FC_DEVICE EpochWords ld_epoch(const Control* c) {
   const u64 v = __atomic_load_n(reinterpret_cast<const u64*>(c), __ATOMIC_RELAXED);
   return EpochWords{u32(v), u32(v >> 32)};
 }
-FC_DEVICE Cell ld_relaxed_gpu(const Cell* p) { return ld_relaxed_sys(p); }
+FC_DEVICE Cell ld_relaxed_gpu(const Cell* p) { return FC_RAW ld_relaxed_sys(p); }
 FC_DEVICE u32 ld_relaxed_gpu(const u32* p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
 FC_DEVICE void st_relaxed_gpu(u32* p, u32 v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
 FC_DEVICE u64 ld_relaxed_gpu(const u64* p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
@@ -167,7 +202,10 @@ struct FloatMode {
 }  // namespace fc
 
 #define FC_KERNEL(call)                                                                                 \
-  static void fc_body(const void* p) { call(*static_cast<const fc::Params*>(p)); }                      \
+  static void fc_body(const void* p) {                                                                  \
+    FC_LINK_BEGIN(*static_cast<const fc::Params*>(p));                                                  \
+    call(*static_cast<const fc::Params*>(p));                                                           \
+  }                                                                                                     \
   extern "C" __attribute__((visibility("default"))) int fc_launch(const fc::Params* p, unsigned blocks, \
                                                                   unsigned threads) {                   \
     fc::FloatMode mode;                                                                                 \

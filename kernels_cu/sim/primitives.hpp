@@ -1,5 +1,7 @@
 // The words of primitives.cuh for the simulator: nothing is done here, everything is asked of the machine.
 #pragma once
+#include <stdlib.h>
+
 #include "sim/machine.hpp"
 
 #define __launch_bounds__(n)
@@ -47,6 +49,33 @@ FC_DEVICE void group_sync(u32 mask) { fc_sim::fc_machine->meet(mask); }
 FC_DEVICE u32 group_any(u32 mask, u32 predicate) { return fc_sim::fc_machine->vote(mask, predicate) != 0; }
 FC_DEVICE u32 group_all(u32 mask, u32 predicate) {
   return fc_sim::fc_machine->vote(mask, predicate) == u32(__builtin_popcount(mask));
+}
+// Memory that the threads of a block share is none that a rank's threads race for: it is not simulated. A rank has one running
+// grid in a channel, so these three say whose it is.
+constexpr u32 kLeaves = 8;
+FC_DEVICE u32* block_words(const Params& p) {
+  constexpr u32 kRanks = 16, kChannels = 4, kBlocks = 8, kWords = 64 * kLeaves;
+  static u32 shared[kRanks][kChannels][kBlocks][kWords];
+  if (p.rank >= kRanks || p.channel >= kChannels || blockIdx.x >= kBlocks || blockDim.x * kLeaves > kWords) abort();
+  return shared[p.rank][p.channel][blockIdx.x];
+}
+FC_DEVICE bool block_all(const Params& p, bool yes) {
+  u32* votes = block_words(p);
+  votes[threadIdx.x] = yes;
+  block_barrier();
+  bool all = true;
+  for (u32 t = 0; t < blockDim.x; t++) all = all && votes[t];
+  block_barrier();  // before anyone votes again
+  return all;
+}
+template <u32 kCells>
+FC_DEVICE float block_tree_sum(const Params& p, const float (&leaf)[kCells], u32) {
+  float* leaves = reinterpret_cast<float*>(block_words(p));
+  for (u32 k = 0; k < kCells; k++) leaves[k * blockDim.x + threadIdx.x] = leaf[k];
+  block_barrier();
+  const float sum = add_rn(0.0f, tree_sum(leaves, kCells * blockDim.x));
+  block_barrier();  // before anyone writes the next one's
+  return sum;
 }
 FC_DEVICE u64 now_ns() { return 1; }  // no wait expires: the engine sees by itself that nothing can go on
 FC_DEVICE void launch_dependents() { fc_sim::fc_machine->launch_dependents(); }

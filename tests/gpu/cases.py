@@ -26,7 +26,7 @@ from fcomm.backends import cuda
 from fcomm.dtypes import REDUCIBLE
 from fcomm.errors import ArgumentError, DeviceError, FcommError, HangError, SetupError
 from fcomm.protocols import protocol
-from fcomm.source import Specialisation
+from fcomm.source import LAUNCHES, Specialisation
 from tests import ranks
 from tests.ranks import Case, make, poisoned, reducing, refused
 
@@ -110,6 +110,47 @@ def mixture(comm: fcomm.Communicator, calls: int, seed: int) -> list[tuple[str, 
     rng = np.random.default_rng(seed)
     pairs = [(p.name, dtype) for p, dtype in reducing(comm)]
     return [(*pairs[(k + seed) % len(pairs)], int(rng.choice([1, 33, 500, 2880, 9001]))) for k in range(calls)]
+
+
+@case
+def graphs_with_slots_in_host_memory(comm: fcomm.Communicator) -> None:
+    """Replays, a hang in between, and what the backend says of itself; eager calls are in the table of all backends."""
+    if comm.world_size == 1:
+        return
+    with fcomm.Communicator(comm.mpi, backend="cuda", max_bytes=1 << 16, timeout_s=2, placement="host") as other:
+        calls = [
+            (name, "bfloat16", count)
+            for name in ("one_shot.ll", "two_shot.ll", "one_shot.flag", "two_shot.flag")
+            for count in (1, 500, 9001)
+        ]
+        graph = Captured(other, calls, seed=77)
+        for k in range(20):
+            graph.replay(k)
+        if comm.rank != 0:
+            with ranks.refused("gave up waiting for rank"):
+                other.all_reduce(other.from_host(np.ones(100, np.float32)), protocol="one_shot.ll")
+                other.backend.synchronize()
+                other.check()
+        other.reset()
+        graph.replay(20)
+        assert other.backend.describe()["placement"] == "host"
+
+
+@case
+def an_emulated_link_is_as_slow_as_asked(comm: fcomm.Communicator) -> None:
+    """A ping-pong under emulation, beside one without; experiments.links accuracy measures it with more care."""
+    from fcomm.links import Link
+    from fcomm.measure_links import Medium
+
+    if comm.world_size == 1 or comm.backend.describe()["time_sliced"]:
+        return
+    real = float(np.median(Medium(comm).one_way_us()))
+    with fcomm.Communicator(comm.mpi, backend="cuda", max_bytes=1 << 16, link="latency_us=2") as other:
+        added = float(np.median(Medium(other).one_way_us())) - real
+        assert abs(added / 2 - 1) < 0.05, (real, added)
+        other.use_link(Link(5))
+        added = float(np.median(Medium(other).one_way_us())) - real
+        assert abs(added / 5 - 1) < 0.05, (real, added)
 
 
 # ---- set-up ---------------------------------------------------------------------------------------------------------
@@ -681,6 +722,62 @@ def two_streams_on_one_channel(comm: fcomm.Communicator) -> None:
             comm.backend.synchronize()
         with refused("no CUDA stream"):
             two.all_reduce(x, out, stream="a")
+
+
+@case
+def epilogues_in_graphs(comm: fcomm.Communicator) -> None:
+    """Residual add and RMSNorm over real rows, on every encoding that can, in replayed graphs and with every trigger."""
+    if comm.world_size == 1:
+        return
+    norm = fcomm.epilogue.add_rms_norm
+    shapes = {"bfloat16": (5, 8192), "float16": (3, 5120), "float32": (2, 7168)}
+    for launch in LAUNCHES:
+        with make(comm, max_bytes=1 << 20, dependent_launch=launch) as other:
+            if other.dependent_launch != launch:
+                continue
+            for p, dtype in reducing(other, *shapes):
+                # Each is a kernel to compile: all encodings once, one of them with all types and triggers.
+                one = p.name == "one_shot.lamport16" and (launch == "none" or dtype == "bfloat16")
+                if norm.refusal(p) is None and (one or (launch == "none" and dtype == "bfloat16")):
+                    _epilogue_graph(other, p.name, dtype, *shapes[dtype])
+    ranks.fused_once(comm, "one_shot.ll", "bfloat16", 7, 4096, (57,), offset=1)
+    ranks.elementwise_once(comm, "two_shot.ll128", "bfloat16", 100_003, (58,))
+
+
+def _epilogue_graph(comm: fcomm.Communicator, name: str, dtype: str, rows: int, columns: int) -> None:
+    cp = cupy()
+    stream, layers, size = cp.cuda.Stream(non_blocking=True), 4, rows * columns
+    *xs, residual, vectors, total = ranks.rows_of(comm, (56,), layers * rows, columns, dtype)
+    kept = checks.add_residual(total, residual)
+    want = checks.rms_norm(kept, vectors[0], 1e-6)
+    x, r, w = (comm.from_host(a) for a in (xs[comm.rank], residual, vectors[0]))
+    out, r_out = (poisoned(comm, layers * size, dtype).reshape(layers * rows, columns) for _ in range(2))
+    parts = [slice(k * rows, (k + 1) * rows) for k in range(layers)]
+    calls = [
+        comm.prepare(
+            "all_reduce", x[part], out[part], protocol=name, stream=stream,
+            epilogue=fcomm.epilogue.add_rms_norm(residual=r[part], residual_out=r_out[part], weight=w, epsilon=1e-6),
+        )
+        for part in parts
+    ]  # fmt: skip
+    with stream:
+        stream.begin_capture()
+        for call in calls:
+            call()
+        graph = stream.end_capture()
+    for replay in range(3):
+        for array in (out, r_out):
+            host = np.empty((layers * rows, columns), want.dtype)
+            checks.poison(host)
+            write(array, host)
+        graph.launch(stream)
+        stream.synchronize()
+        comm.check()
+        for got, exact, what in ((out, want, "results"), (r_out, kept, "new residuals")):
+            wrong = checks.wrong_elements(comm.to_host(got), exact)
+            assert wrong == 0, (
+                f"{name} {dtype} {comm.dependent_launch}, replay {replay}: {wrong} {what} wrong on rank {comm.rank}"
+            )
 
 
 @case

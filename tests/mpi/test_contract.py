@@ -64,3 +64,13 @@ def test_a_hundred_thousand_calls(n: int) -> None:
     name = "fresh_data_and_changing_sizes_in_many_calls"
     arguments = ["-m", "tests.ranks", "--cases", name, "--calls", "100000", "--dtypes", *LONG_DTYPES[n]]
     assert not (why := verdict(launch.mpirun(n, arguments, timeout=1200), name)), why
+
+
+@pytest.mark.mpi
+@pytest.mark.full
+@pytest.mark.parametrize("n", [2, 3, 8])
+def test_every_epilogue(n: int) -> None:
+    """On all protocols that can have it, in all float types, on other grids and misaligned arrays."""
+    dtypes = ["bfloat16", "float16", "float32"] if n < 8 else ["bfloat16"]
+    arguments = ["-m", "tests.ranks", "--cases", "every_epilogue", "--dtypes", *dtypes]
+    assert not (why := verdict(launch.mpirun(n, arguments, timeout=400), "every_epilogue")), why

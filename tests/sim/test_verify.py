@@ -56,6 +56,50 @@ def test_shipped_protocols_violate_nothing(shipped: Kernels, name: str) -> None:
     assert tally.schedules == 2 * BATCH
 
 
+def test_an_epilogue_over_rows_violates_nothing(shipped: Kernels) -> None:
+    tally = Tally(protocol("one_shot.lamport"), 2, NVLINK, rows=True)
+    search(tally, shipped, BATCH)
+    assert tally.found is None, "\n".join(story(tally.found))
+    assert tally.schedules == BATCH
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("name", ["one_shot.ll", "one_shot.lamport", "one_shot.lamport16"])
+def test_an_epilogue_over_rows_violates_nothing_in_many_schedules(shipped: Kernels, name: str, ranks: int) -> None:
+    tally = Tally(protocol(name), ranks, NVLINK, rows=True)
+    search(tally, shipped, 1000)
+    assert tally.found is None, "\n".join(story(tally.found))
+
+
+ROWS_MUTANTS = """
+[[mutant]]
+name = "rows-not-set-back"
+fault = "kernels of whole rows set nothing back"
+met = "ours"
+expected = "stale data accepted"
+columns = 8
+calls = [["one_shot.lamport", 16], ["one_shot.lamport", 16], ["one_shot.lamport", 16], ["one_shot.lamport", 16]]
+edit = [{ file = "algo/one_shot_rows.cuh", old = "turn.rearm(p, p.region[0]);", new = "" }]
+
+[[mutant]]
+name = "one-row-recorded"
+fault = "one row is recorded as written: the others are not set back"
+met = "ours"
+expected = "stale data accepted"
+columns = 8
+calls = [["one_shot.lamport", 16], ["one_shot.lamport", 16], ["one_shot.lamport", 16], ["one_shot.lamport", 16]]
+edit = [{ file = "algo/one_shot_rows.cuh", old = "record(p, 1, cells)", new = "record(p, 1, cells_of<Wire>(row_bytes))" }]
+"""
+
+
+@pytest.mark.full
+def test_mutants_of_rows_are_caught(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rows.toml").write_text(ROWS_MUTANTS)
+    assert run(["verify", "--mutants", str(tmp_path / "rows.toml")]) == 0
+    assert "2 of 2 mutants caught as expected" in capsys.readouterr().out
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5, 8])
 @pytest.mark.parametrize("name", NAMES)
@@ -304,6 +348,8 @@ def test_check_shows_what_is_wrong_with_a_first_version_and_passes_the_right_one
         (["--page", "/"], "--page / cannot be written: it is a folder"),
         (["--protocol", "one_shot.ll16", "--link", "pcie"], "one_shot.ll16 is not admitted on pcie"),
         (["--mutants", "--mutant", "nix"], "there is no mutant 'nix'"),
+        (["--rows", "--protocol", "two_shot.ll"], "--rows: norm needs whole rows"),
+        (["--rows", "--exhaustive"], "--rows is for searches: leave out --exhaustive"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_2(

@@ -18,6 +18,7 @@ from fcomm.communicator import Plan
 from fcomm.errors import ArgumentError, DeviceError, FcommError, SetupError
 from fcomm.layout import SlabLayout, params_dtype
 from fcomm.protocols import GpuShare, protocol
+from fcomm.variants import SHIPPED
 
 cupy = pytest.importorskip("cupy")
 
@@ -208,11 +209,13 @@ PER_SM = {512: 2, 32: 32, 256: 4}
 
 def planned(launch: str, channels: int, shape: tuple[int, int] | None, name: str = "one_shot.ll") -> tuple[int, int]:
     """The grid of a call of 256 KiB among 8 ranks with 16 SMs each."""
-    backend = SimpleNamespace(kernel=lambda spec: kernel({**PER_SM, 1024: 1}), error_address=lambda: 0)
+    backend = SimpleNamespace(
+        kernel=lambda spec: kernel({**PER_SM, 1024: 1}), error_address=lambda: 0, control_address=lambda: 0
+    )
     comm: Any = SimpleNamespace(
         backend=backend, world_size=8, rank=0, slabs=[0] * 8, timeout_s=1.0, gpu=GpuShare("9.0", 16, 132),
         layout=SlabLayout(8, 1 << 20, channels), dependent_launch=launch, selector=SimpleNamespace(shape=lambda *_: None),
-        _keep_grid=lambda *_: None,
+        _keep_grid=lambda *_: None, link=None, variant=SHIPPED,
     )  # fmt: skip
     made = Plan(comm, protocol(name), "float32", 1 << 18, 0, None if shape is None else LaunchShape(*shape), True)
     return made.shape.blocks, made.shape.threads
@@ -288,6 +291,32 @@ def test_what_was_captured_is_not_what_ran_before(one_channel: Any) -> None:
     one_channel._ahead = [None]
     runtime.capturing = {7}
     assert overlaps(LARGE), "first in its graph: there is no grid that it could overlap"
+
+
+def test_a_kernel_behind_a_collective_is_let_in_early_only_where_both_fit(one_channel: Any) -> None:
+    collective, other, runtime = kernel(PER_SM), kernel(PER_SM), one_channel._runtime
+
+    def follows(blocks: int, stream: int = 7) -> bool:
+        return bool(one_channel.may_follow(other, LaunchShape(blocks, 256), stream))
+
+    one_channel._launch_dependent = None
+    assert not follows(16)
+    one_channel._launch_dependent = object()
+    assert follows(64), "there is no collective on its stream"
+    one_channel._last = [7]
+    one_channel._may_overlap(0, collective, LARGE, 7)
+    assert follows(16)
+    assert not follows(17), "16 blocks of 512 threads leave 16 places"
+    assert follows(17, 8)
+    one_channel.ranks_here = 1
+    assert follows(64), "on a GPU of its own a grid is placed when it lets another one in"
+    one_channel.ranks_here = 8
+    runtime.capturing = {7}
+    one_channel._may_overlap(0, collective, SMALL, 7)
+    one_channel._may_overlap(0, collective, LARGE, 7)
+    assert follows(16), "in the graph that the collective is in"
+    runtime.capturing = set()
+    assert not follows(16), "behind a capture: the call that ran last may have been any"
 
 
 def test_the_launch_attribute_is_there_only_where_grids_may_overlap(one_channel: Any) -> None:

@@ -23,6 +23,10 @@ HELPERS = {
     "floor": ("measure/floor.cuh", "fc::floor_copy<fc::Bytes>"),
     "filler": ("measure/neighbours.cuh", "fc::filler"),
     "norm": ("measure/neighbours.cuh", "fc::rms_norm<fc::BF16>"),
+    "ping-pong": ("measure/pairs.cuh", "fc::ping_pong<false>"),
+    "ping-pong of a flag": ("measure/pairs.cuh", "fc::ping_pong<true>"),
+    "stream": ("measure/pairs.cuh", "fc::stream"),
+    "clock": ("measure/pairs.cuh", "fc::clock_rate"),
 }
 
 

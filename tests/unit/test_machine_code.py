@@ -301,7 +301,7 @@ BROKEN = {
     ),
     "a slot read as if it were input": (
         "one_shot.ll",
-        replacing(r"(load_payload<Wire[^>]*>\((?:p, )?)p\.in,", r"\1p.slab[0],"),
+        replacing(r"(ablate::input<Wire[^>]*>\((?:p, )?)p\.in,", r"\1p.slab[0],"),
         "could not compile",
     ),
 }

@@ -114,7 +114,7 @@ def test_communicators_are_made_when_they_are_asked_for_and_once() -> None:
 
     made: list[str] = []
 
-    def make(launch: str) -> Any:
+    def make(launch: str, variant: str) -> Any:
         made.append(launch)
         return SimpleNamespace(gpu=SHARE, launch=launch, number=len(made))
 
