@@ -28,6 +28,7 @@ from fcomm.errors import ArgumentError, DeviceError, FcommError, HangError, Setu
 from fcomm.protocols import protocol
 from fcomm.source import LAUNCHES, Specialisation
 from tests import ranks
+from tests.gpu.prewarm import TRIGGERED, kernels
 from tests.ranks import Case, make, poisoned, reducing, refused
 
 CASES: dict[str, Case] = {}
@@ -567,13 +568,6 @@ def a_hang_inside_a_graph_is_named(comm: fcomm.Communicator) -> None:
 # ---- dependent launch -----------------------------------------------------------------------------------------------
 
 
-TRIGGERED = (
-    "one_shot.ll", "one_shot.lamport16", "one_shot.flag", "one_shot.ll128", "two_shot.ll", "two_shot.lamport16",
-    "two_shot.flag", "barrier.two_shot",
-)  # fmt: skip
-"""Every kernel that has a trigger, and each kind of wait."""
-
-
 def with_trigger(comm: fcomm.Communicator, launch: str) -> bool:
     """Whether this GPU has that launch feature; its kernels are compiled then, by one rank each."""
     if comm.dependent_launch != launch:
@@ -932,14 +926,7 @@ def compile_ahead(mpi: MPI.Intracomm) -> None:
     if mpi.size == 1:
         return
     with fcomm.Communicator(mpi, backend="cuda", max_bytes=1 << 16) as comm:
-        specs = [
-            Specialisation(p, t, mpi.size, aligned)
-            for p in fcomm.protocols().values()
-            for t in p.dtypes
-            if p.algorithm.moves_bytes or t.name in ranks.DTYPES
-            for aligned in ((True,) if p.baseline and not p.algorithm.moves_bytes else (True, False))
-        ]
-        for spec in specs[mpi.rank :: mpi.size]:
+        for spec in kernels(mpi.size, ranks.DTYPES)[mpi.rank :: mpi.size]:
             comm.backend.kernel(spec)
 
 
