@@ -181,15 +181,34 @@ def _own_hash() -> str:
     root = kernel_root()
     for path in sorted(p for p in root.rglob("*") if p.suffix in (".cuh", ".hpp")):
         name = path.relative_to(root).as_posix()
-        if not name.startswith("sim/"):
+        if not name.startswith("sim/") and name != "link.cuh":
             digest.update(f"{name}\0{_code(path.read_text())}\0".encode())
     return digest.hexdigest()
 
 
+_ON_REQUEST = re.compile(r"\s*#\s*if.*\bFC_LINK\b")
+"""Conditions of what is compiled in with an emulated link only."""
+
+
 def _code(text: str) -> str:
-    """The lines of a source without comments and empty lines."""
-    lines = (re.sub(r"\s*//.*$", "", line).rstrip() for line in text.splitlines())
-    return "\n".join(line for line in lines if line)
+    """The lines of a source without comments, empty lines and what a kernel has with an emulated link only."""
+    lines: list[str] = []
+    nested: list[bool] = []  # of each open condition: whether its lines belong to such a request
+    for raw in text.splitlines():
+        line = re.sub(r"\s*//.*$", "", raw).rstrip()
+        word = line.lstrip().removeprefix("#").lstrip()
+        if line.lstrip().startswith("#"):
+            if word.startswith("if"):
+                nested.append(_ON_REQUEST.match(line) is not None)
+                if nested[-1]:
+                    continue
+            elif word.startswith("else") and nested:
+                nested[-1] = False
+            elif word.startswith("endif") and nested:
+                nested.pop()
+        if line and not any(nested):
+            lines.append(line)
+    return "\n".join(lines)
 
 
 def source_hash() -> str:

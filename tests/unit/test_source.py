@@ -83,7 +83,10 @@ def test_the_hash_changes_with_any_file(monkeypatch: pytest.MonkeyPatch, tmp_pat
     hash_now = source._own_hash.__wrapped__
     before = hash_now()
     assert before == hash_now()
-    files = sorted(p for p in root.rglob("*") if p.is_file() and p.parent.name not in ("sim", "experiments"))
+    link = root / "link.cuh"
+    files = sorted(
+        p for p in root.rglob("*") if p.is_file() and p.parent.name not in ("sim", "experiments") and p != link
+    )
     assert files
     seen = {before}
     for path in files:
@@ -92,6 +95,15 @@ def test_the_hash_changes_with_any_file(monkeypatch: pytest.MonkeyPatch, tmp_pat
         seen.add(hash_now())
         path.write_bytes(content)
     assert len(seen) == len(files) + 1
+    link.write_text("int changed;\n")
+    assert hash_now() == before, "an emulated link is in no kernel that is measured for itself"
+    primitives = root / "primitives.cuh"
+    text = primitives.read_text()
+    primitives.write_text(text + "#if FC_LINK == 2\n#ifdef A\nint changed;\n#endif\nint changed;\n#endif\n")
+    assert hash_now() == before
+    primitives.write_text(text + "#if FC_LINK == 2\n#else\nint changed;\n#endif\n")
+    assert hash_now() not in seen
+    primitives.write_text(text)
     assert hash_now() == before
     files[0].rename(files[0].with_name("renamed.cuh"))
     assert hash_now() not in seen
