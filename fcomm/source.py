@@ -186,27 +186,28 @@ def _own_hash() -> str:
     return digest.hexdigest()
 
 
-_ON_REQUEST = re.compile(r"\s*#\s*if.*\bFC_LINK\b")
-"""Conditions of what is compiled in with an emulated link only."""
+_CONDITION = re.compile(r"\s*#\s*(if|el|endif)")
 
 
 def _code(text: str) -> str:
     """The lines of a source without comments, empty lines and what a kernel has with an emulated link only."""
     lines: list[str] = []
-    nested: list[bool] = []  # of each open condition: whether its lines belong to such a request
+    nested: list[
+        tuple[bool, bool]
+    ] = []  # of each open condition: whether it is such a request, and still in its first part
     for raw in text.splitlines():
         line = re.sub(r"\s*//.*$", "", raw).rstrip()
-        word = line.lstrip().removeprefix("#").lstrip()
-        if line.lstrip().startswith("#"):
-            if word.startswith("if"):
-                nested.append(_ON_REQUEST.match(line) is not None)
-                if nested[-1]:
-                    continue
-            elif word.startswith("else") and nested:
-                nested[-1] = False
-            elif word.startswith("endif") and nested:
-                nested.pop()
-        if line and not any(nested):
+        found = _CONDITION.match(line)
+        requested = False
+        if found and found[1] == "if":
+            requested = "FC_LINK" in line
+            nested.append((requested, requested))
+        elif found and nested:
+            requested = nested[-1][0]
+            nested.pop()
+            if found[1] == "el":
+                nested.append((requested, False))
+        if line and not requested and not any(left_out for _, left_out in nested):
             lines.append(line)
     return "\n".join(lines)
 
