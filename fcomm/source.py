@@ -192,9 +192,7 @@ _CONDITION = re.compile(r"\s*#\s*(if|el|endif)")
 def _code(text: str) -> str:
     """The lines of a source without comments, empty lines and what a kernel has with an emulated link only."""
     lines: list[str] = []
-    nested: list[
-        tuple[bool, bool]
-    ] = []  # of each open condition: whether it is such a request, and still in its first part
+    nested: list[tuple[bool, bool]] = []  # of each open condition: is it such a request, and in its first part
     for raw in text.splitlines():
         line = re.sub(r"\s*//.*$", "", raw).rstrip()
         found = _CONDITION.match(line)

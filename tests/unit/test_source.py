@@ -102,7 +102,7 @@ def test_the_hash_changes_with_any_file(monkeypatch: pytest.MonkeyPatch, tmp_pat
     primitives.write_text(text + "#if FC_LINK == 2\n#ifdef A\nint changed;\n#endif\nint changed;\n#endif\n")
     assert hash_now() == before
     primitives.write_text(text + "#if FC_LINK == 2\n#else\nint changed;\n#endif\n")
-    assert hash_now() not in seen
+    assert hash_now() in seen - {before}, "the other part of the condition is in every kernel"
     primitives.write_text(text)
     assert hash_now() == before
     files[0].rename(files[0].with_name("renamed.cuh"))
