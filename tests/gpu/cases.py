@@ -886,8 +886,9 @@ def death(mpi: MPI.Intracomm, backend: str) -> None:
             cupy().RawKernel(code, "fault")((1,), (1,), (np.intp(8),))
             comm.backend.synchronize()
         else:
+            x = cupy().ones(100, cupy().float32)  # here: below, CuPy's own kernel might be the first to learn of it
             for _ in range(200):
-                comm.all_reduce(cupy().ones(100, cupy().float32))
+                comm.all_reduce(x)
                 comm.backend.synchronize()
                 comm.check()
         print(f"SCENARIO unnoticed rank {mpi.rank}", flush=True)

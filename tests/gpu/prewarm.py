@@ -14,7 +14,6 @@ from contextlib import suppress
 import fcomm
 from fcomm.backends import cuda
 from fcomm.dtypes import REDUCIBLE
-from fcomm.errors import FcommError
 from fcomm.protocols import protocol
 from fcomm.source import Specialisation
 
@@ -43,20 +42,26 @@ def kernels(world_size: int, dtypes: Sequence[str]) -> list[Specialisation]:
     return plain + triggered
 
 
-def _load(specs: Sequence[Specialisation]) -> None:
-    for spec in specs:
-        with suppress(FcommError):  # the case that needs it says what is wrong
-            cuda._load(0, spec.name, spec.text())
+def shares(plans: Sequence[str], most: int) -> list[list[tuple[str, str]]]:
+    """Name and source of each kernel, in as many lists as processes are to compile them. plans : "N:DTYPE,..."."""
+    apart = [plan.partition(":") for plan in plans]
+    texts = [(spec.name, spec.text()) for n, _, names in apart for spec in kernels(int(n), names.split(","))]
+    count = min(most, len(texts))
+    return [texts[k::count] for k in range(count)]
+
+
+def _load(share: Sequence[tuple[str, str]]) -> None:
+    for name, text in share:
+        with suppress(Exception):  # the case that needs it says what is wrong
+            cuda._load(0, name, text)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("plans", nargs="+", metavar="N:DTYPE,...", help="rank counts, each with its element types")
-    plans = [plan.partition(":") for plan in parser.parse_args().plans]
-    specs = [spec for n, _, names in plans for spec in kernels(int(n), names.split(","))]
-    count = min(MOST_PROCESSES, os.cpu_count() or 1, len(specs))
-    with multiprocessing.get_context("spawn").Pool(count) as pool:
-        pool.map(_load, [specs[k::count] for k in range(count)], chunksize=1)
+    work = shares(parser.parse_args().plans, min(MOST_PROCESSES, os.cpu_count() or 1))
+    with multiprocessing.get_context("spawn").Pool(len(work)) as pool:
+        pool.map(_load, work, chunksize=1)
 
 
 if __name__ == "__main__":

@@ -53,6 +53,7 @@ def test_a_decode_run_from_start_to_figure(clients: dict[str, str], tmp_path: Pa
         assert "A demonstration, and no evidence about TPOT" in done.stdout
 
 
+@pytest.mark.full
 def test_peers_run_or_say_why(clients: dict[str, str], tmp_path: Path) -> None:
     words = [
         "--sizes",

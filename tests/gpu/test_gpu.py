@@ -72,7 +72,7 @@ def clients() -> Iterator[dict[str, str]]:
     """Environment of the suite's ranks."""
     plans = [f"{n}:{','.join(dtypes(n))}" for n in RANKS]
     subprocess.run(
-        [sys.executable, "-m", "tests.gpu.prewarm", *plans], cwd=launch.ROOT, timeout=PREWARM_LIMIT_S, check=True
+        [sys.executable, "-m", "tests.gpu.prewarm", *plans], cwd=launch.ROOT, timeout=PREWARM_LIMIT_S, check=False
     )
     if not mps.available():
         yield {}
