@@ -74,7 +74,7 @@ def job(c: Case, path: Path) -> None:
 class _NoKernels(Kernels):
     """Only the arguments are of interest."""
 
-    def get(self, proto: object, ranks: int) -> None:  # type: ignore[override]
+    def get(self, proto: object, ranks: int, fused: object = None) -> None:  # type: ignore[override]
         return None
 
 
