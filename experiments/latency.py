@@ -89,7 +89,8 @@ def outcome(goal: Goal, where: str, value: float, low: float, high: float, says:
     return Outcome(goal.name, where, value, low, high, goal.unit, goal.target, goal.stretch, verdict, says)
 
 
-def _missing(goal: Goal, why: str, where: str = "") -> Outcome:
+def missing(goal: Goal, why: str, where: str = "") -> Outcome:
+    """Of a goal for which there is nothing to judge, and why."""
     return outcome(goal, where, math.nan, math.nan, math.nan, why)
 
 
@@ -108,11 +109,11 @@ def targets(runs: Sequence[Run]) -> pd.DataFrame:
     found: list[Outcome] = []
     for n in (8, 4, 2):
         goals = EIGHT if n == 8 else (FEW,)
-        found += _against(runs, goals, frames.V2_FASTEST, "all_reduce", n)
-    found += _never_slower(runs)
-    found += _against(runs, (ENVELOPE,), frames.BASELINES, "all_reduce", None)
-    found += _against(runs, GATHER, frames.BASELINES, "all_gather", None)
-    found += _floors(runs)
+        found += against(runs, goals, frames.V2_FASTEST, "all_reduce", n)
+    found += never_slower(runs)
+    found += against(runs, (ENVELOPE,), frames.BASELINES, "all_reduce", None)
+    found += against(runs, GATHER, frames.BASELINES, "all_gather", None)
+    found += floors(runs)
     found += [_host(runs, PREPARED, "prepared"), _host(runs, EAGER, "host")]
     mib = SlabLayout(8, 1 << 20).slab_bytes / (1 << 20)
     found.append(outcome(SLAB, "counted", mib, mib, mib, "not timed: it is what `python -m fcomm info` prints"))
@@ -126,7 +127,7 @@ def _of_graphs(run: Run, collective: str) -> pd.DataFrame:
     return frames.first_kind(run, collective, measure.GRAPH)
 
 
-def _against(
+def against(
     runs: Sequence[Run], goals: Sequence[Goal], side: frames.Side, collective: str, ranks: int | None
 ) -> Iterator[Outcome]:
     """The median over points and, with a second goal, the best of them, for each launch feature."""
@@ -147,7 +148,7 @@ def _against(
             total = frames.summarise(every[every["launch"] == launch])
             where = f"{of_ranks}, {launch}"
             if total.best is None:
-                yield from (_missing(goal, "all points are about the L2", where) for goal in goals)
+                yield from (missing(goal, "all points are about the L2", where) for goal in goals)
                 continue
             ends = (total.median_percent, total.median_low_percent, total.median_high_percent)
             yield outcome(goals[0], where, *ends, total.counts)
@@ -156,7 +157,7 @@ def _against(
                 ends = (best["change_percent"], best["change_low_percent"], best["change_high_percent"])
                 yield outcome(goal, where, *ends, _point(best))
         return
-    yield from (_missing(goal, why, of_ranks) for goal in goals)
+    yield from (missing(goal, why, of_ranks) for goal in goals)
 
 
 def _kind(frame: pd.DataFrame) -> dict[str, str]:
@@ -167,7 +168,7 @@ def _point(row: dict[str, object]) -> str:
     return f"{row['ours']}, {format_size(int(str(row['nbytes'])))} among {row['ranks']}"
 
 
-def _never_slower(runs: Sequence[Run]) -> Iterator[Outcome]:
+def never_slower(runs: Sequence[Run]) -> Iterator[Outcome]:
     """Ours at its fastest launch feature; theirs late, as their authors set it. The point where we do worst."""
     for run in runs:
         try:
@@ -185,11 +186,11 @@ def _never_slower(runs: Sequence[Run]) -> Iterator[Outcome]:
             says = f"at {_point(row)}; {frames.summarise(found).counts}" if masked else f"at {_point(row)}"
             yield outcome(NEVER_SLOWER, "any against late", *ends, says)
             return
-    yield _missing(NEVER_SLOWER, "no run has custom AR v2 as its authors set it, with dependent launch late")
+    yield missing(NEVER_SLOWER, "no run has custom AR v2 as its authors set it, with dependent launch late")
 
 
-def _floors(runs: Sequence[Run]) -> Iterator[Outcome]:
-    """The worst of our fastest protocols' multiples, for each launch feature."""
+def floors(runs: Sequence[Run], goal: Goal = FLOOR) -> Iterator[Outcome]:
+    """The worst of our fastest protocols' multiples up to 16 KiB, for each launch feature."""
     for run in runs:
         try:
             frame = _of_graphs(run, "all_reduce")
@@ -201,10 +202,10 @@ def _floors(runs: Sequence[Run]) -> Iterator[Outcome]:
             row = rows(of_it.sort_values("floor_multiple", ascending=False, kind="stable").head(1))[0]
             value, low, high = (row[c] / row["floor_us"] for c in ("latency_us", "low_us", "high_us"))
             says = f"at {row['protocol']}, {format_size(int(row['nbytes']))} among {row['ranks']}; {len(of_it)} points"
-            yield outcome(FLOOR, str(launch), value, low, high, says)
+            yield outcome(goal, str(launch), value, low, high, says)
         if len(best):
             return
-    yield _missing(FLOOR, "no run has floors: they are measured on GPUs, in mode graph")
+    yield missing(goal, "no run has floors: they are measured on GPUs, in mode graph")
 
 
 def _host(runs: Sequence[Run], goal: Goal, mode: str) -> Outcome:
@@ -218,7 +219,7 @@ def _host(runs: Sequence[Run], goal: Goal, mode: str) -> Outcome:
                 goal, "host", float(frame["return_us"].median()), low, high,
                 f"{len(us)} cases, {us.min():.1f} to {us.max():.1f} us; each the median of the slowest rank",
             )  # fmt: skip
-    return _missing(goal, f"no run has times of mode {mode} on a GPU", "host")
+    return missing(goal, f"no run has times of mode {mode} on a GPU", "host")
 
 
 def targets_markdown(found: pd.DataFrame) -> str:

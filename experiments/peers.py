@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from fcomm import Communicator
     from fcomm.backends.base import View
 
-os.environ |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+os.environ |= NO_MULTICAST
 
 NCCL_SHARES_FROM = 23000
 """Version, as NCCL counts, from which two ranks may be on one GPU; by an experimental switch."""

@@ -11,9 +11,9 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fcomm import __version__
 from fcomm.cli import Parser, launcher_rank, listed, reader_is_gone
@@ -90,6 +90,21 @@ def _verify(options: argparse.Namespace) -> int:
     return command.main(options, None if options.ranks is None else _numbers(options.ranks), names)
 
 
+def _links(facts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """The kind of link from each rank's device (rows) to each other one's, as lines; none for a backend that has no devices.
+
+    facts : what the backend of each rank describes, in rank order.
+    """
+    if not all("links" in fact for fact in facts):
+        return
+    table = [["links", *(f"to {peer}" for peer in range(len(facts)))]]
+    for rank, fact in enumerate(facts):
+        kinds = ("-" if peer == rank else str(kind) for peer, kind in enumerate(fact["links"]))
+        table.append([f"  from {rank}", *kinds])
+    for first, *cells in table:
+        yield f"{first:<10}" + "".join(f" {cell:>7}" for cell in cells)
+
+
 def _info(options: argparse.Namespace) -> int:
     from mpi4py import MPI
 
@@ -106,10 +121,12 @@ def _info(options: argparse.Namespace) -> int:
         print(f"flash-comm {__version__}, kernels {source_hash()[:12]}, {library}")
         print(f"ranks      {comm.world_size} on one machine, backend {comm.backend.name}")
         for rank, fact in enumerate(facts):
-            details = ", ".join(f"{k} {v}" for k, v in fact.items() if k not in ("backend", "device"))
+            details = ", ".join(f"{k} {v}" for k, v in fact.items() if k not in ("backend", "device", "links"))
             if rank == 0 or fact != facts[0]:
                 name = "all ranks" if all(f == facts[0] for f in facts) else f"rank {rank}"
                 print(f"device     {name}: {fact.get('device')} ({details})")
+        for line in _links(facts):
+            print(line)
         where = ", in host memory" if comm.placement == "host" else ""
         print(f"slab       {format_size(comm.slab_bytes)} a rank for messages of {format_size(max_bytes)}{where}")
         for region in comm.layout.regions().values():
