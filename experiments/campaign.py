@@ -13,10 +13,9 @@ import os
 import shlex
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -31,6 +30,7 @@ from fcomm import bootstrap, records
 from fcomm.cli import Parser, folder, launcher_size, listed
 from fcomm.cost_model import Model
 from fcomm.errors import ArgumentError, FcommError, RecordError, SetupError
+from fcomm.measure import PEERS
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -72,14 +72,13 @@ class Command:
     arguments: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
     under_mps: bool = False
-    """With a private MPS daemon around it; a sweep and a decode run start their own."""
+    """By itself it needs a private MPS daemon around it; a sweep and a decode run start their own."""
 
     def words(self) -> tuple[list[str], dict[str, str]]:
-        """The words to run and their environment."""
+        """The words to run, where the campaign has seen to MPS, and their environment."""
         launched, env = lab.on_ranks(max(self.ranks, 1), *self.arguments)
         alone = launched[launched.index("-n") + 2 :]
-        wrapped = [sys.executable, "-m", "experiments.mps", "--"] if self.under_mps else []
-        return [*wrapped, *(launched if self.ranks else alone)], {**env, **peers.NO_MULTICAST, **self.env}
+        return launched if self.ranks else alone, {**env, **peers.NO_MULTICAST, **self.env}
 
     def __str__(self) -> str:
         """The same for a reader's shell."""
@@ -143,19 +142,31 @@ def end(process: subprocess.Popen[bytes]) -> None:
     The watcher of a private MPS daemon is left alone: it stops the daemon when the ranks are gone, and ends.
     """
     if process.poll() is not None:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)  # ranks that outlived their launcher
         return
     family = _family(process.pid)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
-    patience = time.monotonic() + GRACE_S
-    while any(_started(pid) == since for pid, since in family.items()) and time.monotonic() < patience:
-        process.poll()  # so that it does not stay as a zombie
-        time.sleep(0.05)
+    if _gone(process, family, GRACE_S):
+        return
     for pid, since in family.items():
         if _started(pid) == since:  # and not another process that has the number by now
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-    process.wait()
+    _gone(process, family, GRACE_S)  # what holds a GPU needs a moment even so
+
+
+def _gone(process: subprocess.Popen[bytes], family: Mapping[int, str | None], patience_s: float) -> bool:
+    """Waits for the processes to end; whether they have."""
+    over = time.monotonic() + patience_s
+    while True:
+        process.poll()  # so that it does not stay as a zombie
+        if not any(_started(pid) == since for pid, since in family.items() if since is not None):
+            return True
+        if time.monotonic() > over:
+            return False
+        time.sleep(0.05)
 
 
 def _stat(pid: int) -> list[str]:
@@ -247,11 +258,13 @@ def _sweep(place: Place, name: str, budget_s: float, *options: str) -> Command:
     return Command(place.ranks, ("-m", "experiments.sweep", *arguments))
 
 
-CPU_SIZES = ("--sizes", "1K,16K", "--modes", "host", "--calls", "12")
+CPU_SIZES = ("--sizes", "1K,2K,4K,16K", "--modes", "host", "--calls", "12")
 CPU_CHECKED = "one_shot.ll,two_shot.lamport16,custom_ar_v2,all_gather.ll,reduce_scatter.ll"
 """Each kernel is compiled on a new machine; the tests check all of them."""
 BESIDE_PEERS = "one_shot.ll,one_shot.lamport16,two_shot.ll,two_shot.lamport16,custom_ar_v2,lamport_fp"
 SEARCH_FROM_S = 60.0
+SHORT_S = 30.0
+"""A part with less, in a rehearsal, covers fewer sizes, dependent launch late alone, and fewer decode steps."""
 
 
 def _info(place: Place, limit_s: float) -> Command:
@@ -270,6 +283,8 @@ def _correctness(place: Place, limit_s: float) -> Command:
 
 def _latency(place: Place, limit_s: float, name: str, *options: str) -> Command:
     sizes = ("--sizes", "1K..1M", "--dtypes", "bfloat16") if place.gpus else CPU_SIZES
+    if place.gpus and limit_s < SHORT_S:
+        sizes = ("--sizes", "2K,8K,64K,512K", "--dtypes", "bfloat16", "--launch", "late")
     return _sweep(place, name, sweep_budget_s(limit_s, place.backend), *sizes, *options)
 
 
@@ -286,7 +301,8 @@ def _all_gather(place: Place, limit_s: float) -> Command:
 def _peers(place: Place, limit_s: float) -> Command:
     if not place.gpus:
         return _latency(place, limit_s, "peers", "--protocols", "one_shot.ll,custom_ar_v2", "--peers", "mpi")
-    how = ("--protocols", BESIDE_PEERS, "--peers", "nccl,torch", "--launch", "late", "--shapes", "default")
+    late = () if limit_s < SHORT_S else ("--launch", "late")
+    how = ("--protocols", BESIDE_PEERS, "--peers", "nccl,torch", *late, "--shapes", "default")
     return _latency(place, limit_s, "peers", *how)
 
 
@@ -294,8 +310,7 @@ def _decode(place: Place, limit_s: float) -> Command:
     out = ("--backend", place.backend, "--out", str(place.folder / "decode"))
     if not place.gpus:
         return Command(place.ranks, ("-m", "experiments.decode", "--batch", "1", "--calls", "6", *out))
-    # Nine steps of each way where a rehearsal has no time for more; three batches and thirty where it has.
-    short = ("--batch", "8", "--calls", "9", "--shapes", "default") if limit_s < SEARCH_FROM_S / 2 else ()
+    short = ("--batch", "8", "--calls", "9", "--shapes", "default") if limit_s < SHORT_S else ()
     model = place.folder / "fit" / "model.json"
     env = {"FCOMM_MODEL": str(model)} if model.is_file() else {}
     return Command(place.ranks, ("-m", "experiments.decode", "--model", "llama3-8b", *short, *out), env)
@@ -361,6 +376,10 @@ def _bad(cases: pd.DataFrame) -> str:
     return f"{first['protocol']} {first['nbytes']} B {first['dtype']} on {first['ranks']} is {first['status']} ({first['reason']}){more}"
 
 
+def _span(n: pd.Series[int]) -> str:
+    return f"{n.min()}" if n.min() == n.max() else f"{n.min()} to {n.max()}"
+
+
 def _judge_correctness(place: Place) -> Verdict:
     cases = records.load(place.folder / "correctness").cases
     if said := _bad(cases):
@@ -377,19 +396,23 @@ def _judge_correctness(place: Place) -> Verdict:
     calls = int(admitted["checked_calls"].sum())
     return (
         DONE,
-        f"{protocols} protocols exact among {n.min()} to {n.max()} ranks: {calls:,} calls on fresh data compared",
+        f"{protocols} protocols exact among {_span(n)} ranks: {calls:,} calls on fresh data compared",
     )
 
 
 def _judge_sweep(name: str) -> Callable[[Place], Verdict]:
+    """Of a sweep of latencies: cases that are wrong or failed are among its findings, and named."""
+
     def judge(place: Place) -> Verdict:
         run = records.load(place.folder / name)
         if not run.complete:
             return FAILED, f"{sum(run.owed.values()):,} timed calls are missing"
         if run.latency.empty:
             return FAILED, f"no times: {_counts(run.cases)}"
-        bad = _bad(run.cases)
-        return DONE, f"{_counts(run.cases)}{f'; {bad}' if bad else ''}"
+        refused = run.cases[(run.cases["status"] == "refused") & run.cases["protocol"].isin(PEERS)]
+        reasons = [f"{row['protocol']}: {row['reason']}" for row in rows(refused.drop_duplicates("protocol"))]
+        said = filter(None, [_counts(run.cases), _bad(run.cases), *reasons])
+        return DONE, "; ".join(said)
 
     return judge
 
@@ -407,7 +430,7 @@ def _judge_decode(place: Place) -> Verdict:
 
 
 PARTS = (
-    Part("info", "capabilities of each rank, kinds of links, admitted protocols", 15, 6, _info),
+    Part("info", "capabilities of each rank, kinds of links, admitted protocols", 15, 8, _info),
     Part("correctness", "every admitted protocol among 2 to N ranks", 80, 12, _correctness, _judge_correctness),
     Part("all-reduce", "latency of ours and the baselines, three ways", 130, 14, _all_reduce, _judge_sweep("all-reduce")),
     Part("all-gather", "latency of ours and the baselines", 50, 12, _all_gather, _judge_sweep("all-gather")),
@@ -469,6 +492,36 @@ class State:
             raise RecordError(f"{path} is damaged: begin a new campaign; its runs can still be read") from None
 
 
+# ---- sharing a GPU ---------------------------------------------------------------------------------------------------
+
+
+class Sharing:
+    """A private MPS daemon for parts whose ranks share a GPU, in the environment of this process and of what it starts."""
+
+    def __init__(self, wanted: bool) -> None:
+        self._wanted = wanted and "CUDA_MPS_PIPE_DIRECTORY" not in os.environ
+        self._stack = ExitStack()
+        self._added: dict[str, str] = {}
+
+    def start(self) -> None:
+        """Sees to it that there is one; where there cannot be, says so once, and ranks take turns on the GPU."""
+        if not self._wanted or self._added:
+            return
+        try:
+            self._added = self._stack.enter_context(mps.private_mps())
+            os.environ.update(self._added)
+        except SetupError as error:
+            self._wanted = False
+            print(f"note: going on without MPS: {error}", flush=True)
+
+    def stop(self) -> None:
+        """Stops it: at the end, and behind a part that failed, since its server may refuse new clients then."""
+        for name in self._added:
+            os.environ.pop(name, None)
+        self._added = {}
+        self._stack.close()
+
+
 # ---- a campaign ------------------------------------------------------------------------------------------------------
 
 
@@ -478,10 +531,16 @@ class Campaign:
     def __init__(self, place: Place, state: State, runner: Runner = run_limited) -> None:
         self.place, self.state, self.runner = place, state, runner
         self.logs = folder(place.folder / "logs", "--out")
+        self.sharing = Sharing(place.shared)
 
     def run(self, wanted: Sequence[Part], budget_s: float) -> None:
         """Runs those parts that are not done. What interrupts it leaves state and records as they are by then."""
-        over = time.monotonic() + budget_s
+        try:
+            self._run(wanted, time.monotonic() + budget_s)
+        finally:
+            self.sharing.stop()
+
+    def _run(self, wanted: Sequence[Part], over: float) -> None:
         todo = [p for p in wanted if p.derived or self.state.parts[p.name].status != DONE]
         changed = False
         for k, part in enumerate(todo):
@@ -503,7 +562,7 @@ class Campaign:
             self._save()
 
     def _count(self, part: Part) -> str:
-        return f"[{PARTS.index(part) + 1}/{len(PARTS)}] {part.name}"
+        return f"[{list(self.state.parts).index(part.name) + 1}/{len(self.state.parts)}] {part.name}"
 
     def _save(self) -> None:
         self.state.save(self.place.folder / STATE)
@@ -516,10 +575,15 @@ class Campaign:
         start = time.monotonic()
         try:
             command = part.command(self.place, limit_s)
-            standing.command = str(command)
+            if "--resume" not in command.arguments:  # the one that began it is the one that repeats it
+                standing.command = str(command)
             self._save()
             print(f"{self._count(part)}: {part.what}; at most {limit_s:.0f} s", flush=True)
+            if not part.derived:
+                self.sharing.start()
             ended = self.runner(command, log, limit_s, lambda s: self._tell(part, s, limit_s, log))
+            if ended.code != 0 and not part.derived:
+                self.sharing.stop()
             standing.status, standing.says = self._outcome(part, ended, limit_s, log, begun)
         except ArgumentError as error:  # nothing to make it from
             standing.status, standing.says = NOT_RUN, str(error)
