@@ -220,8 +220,8 @@ class Part:
     """With less it cannot even start; on the cpu backend half of that."""
     command: Callable[[Place, float], Command]
     """From the place and the limit in seconds. `ArgumentError` where what it needs is not there."""
-    judge: Callable[[Place], Verdict] = lambda place: (DONE, "")
-    """What it left, read after it has ended by itself."""
+    judge: Callable[[Place], Verdict] | None = None
+    """Reads the records that it leaves; None: it leaves none, and has said all in its log."""
     derived: bool = False
     """Made from what the others have measured: made again when that has changed. Needs no GPU."""
 
@@ -602,15 +602,16 @@ class Campaign:
     def _outcome(self, part: Part, ended: Ended, limit_s: float, log: Path, begun: int) -> Verdict:
         if ended.code is None:
             return FAILED, f"not over at its limit of {limit_s:.0f} s; what it recorded is kept, and --resume goes on"
-        if ended.code in (0, 1):
+        if ended.code == 0 and part.judge is None:
+            return DONE, f"logs/{log.name}"
+        if (
+            ended.code in (0, 1) and part.judge is not None
+        ):  # 1: also where some cases were wrong, which the records name
             try:
-                verdict = part.judge(self.place)  # 1 may be cases that are named in the records
+                return part.judge(self.place)
             except FcommError:
                 if ended.code == 0:
                     raise
-            else:
-                if ended.code == 0 or (not part.derived and part.name != "info"):
-                    return verdict
         return FAILED, f"exit code {ended.code}: {last_line(log, begun) or 'it said nothing'}"
 
 
@@ -693,12 +694,16 @@ def parser() -> Parser:
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """SIGTERM and SIGHUP end a campaign as Ctrl-C does: the part is ended, state and summary are written."""
+    """SIGTERM and SIGHUP end a campaign as Ctrl-C does: the part is ended, state and summary are written. A second one is not heard."""
+    heard = False
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
+        nonlocal heard
+        if not heard:
+            heard = True
+            raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:

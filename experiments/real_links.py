@@ -172,7 +172,11 @@ def _rebuilt(runs: Sequence[Run]) -> Outcome:
     for run in runs:
         devices = run.provenance.get("devices") or [{}]
         device = str(devices[0].get("device", ""))
-        frame = frames.measured(run, "all_reduce", "late", measure.GRAPH)
+        try:
+            frame = frames.measured(run, "all_reduce", "late", measure.GRAPH)
+        except FcommError as error:
+            why = str(error)
+            continue
         mine = frames.V2_AS_SET.of(frame[frame["dtype"].isin(["bfloat16", "float16"])])
         if mine.empty:
             continue
