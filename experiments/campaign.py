@@ -431,7 +431,7 @@ def _judge_decode(place: Place) -> Verdict:
 
 PARTS = (
     Part("info", "capabilities of each rank, kinds of links, admitted protocols", 15, 8, _info),
-    Part("correctness", "every admitted protocol among 2 to N ranks", 80, 12, _correctness, _judge_correctness),
+    Part("correctness", "every admitted protocol among 2 to N ranks", 80, 18, _correctness, _judge_correctness),
     Part("all-reduce", "latency of ours and the baselines, three ways", 130, 14, _all_reduce, _judge_sweep("all-reduce")),
     Part("all-gather", "latency of ours and the baselines", 50, 12, _all_gather, _judge_sweep("all-gather")),
     Part("peers", "latency of ours beside NCCL and PyTorch", 55, 12, _peers, _judge_sweep("peers")),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -115,9 +117,9 @@ def test_what_the_budget_has_no_room_for_is_not_run(place: Place, monkeypatch: p
         replace(part, command=lambda place, limit_s: Command(0, ()), judge=lambda place: (DONE, "")) for part in PARTS
     ]
     one, state = begin(place, runner)
-    one.run(todo, 25.0)
+    one.run(todo, 30.0)
     assert [state.parts[name].status for name in NAMES[:3]] == [DONE, DONE, NOT_RUN]
-    assert state.parts["all-reduce"].says == "5 s of the budget were left, and it needs 14"
+    assert state.parts["all-reduce"].says == "4 s of the budget were left, and it needs 14"
     assert json.loads((place.folder / "state.json").read_text())["parts"]["info"]["status"] == DONE
 
 
@@ -227,7 +229,7 @@ def test_a_sweep_that_was_ended_is_resumed_and_what_is_done_is_skipped(place: Pl
         (2, "starting\nerror: --ranks asks for 8 ranks and 4 were started\n50%\r100%", "exit code 2: --ranks asks for 8 ranks and 4 were started"),
         (137, "Killed", "exit code 137: Killed"),
         (1, "", "exit code 1: it said nothing"),
-        (0, "well", f"{'x'} is not a run"),
+        (0, "well", "is not a run: there is no such folder"),
     ],
 )  # fmt: skip
 def test_a_part_that_fails_says_why_in_one_sentence(place: Place, code: int, said: str, sentence: str) -> None:
@@ -244,7 +246,7 @@ def test_a_part_that_fails_says_why_in_one_sentence(place: Place, code: int, sai
     one.run([PARTS[2]], 480.0)
     standing = state.parts["all-reduce"]
     assert standing.status == FAILED
-    assert standing.says == sentence if code else "is not a run" in standing.says
+    assert standing.says.endswith(sentence) if code == 0 else standing.says == sentence
 
 
 def test_correctness_counts_what_was_checked(place: Place) -> None:
@@ -265,6 +267,37 @@ def test_correctness_counts_what_was_checked(place: Place) -> None:
     assert status == FAILED
     assert "is wrong (3 elements)" in says
     assert verdict(status="refused", reason="no")[0] == FAILED
+
+
+def test_ranks_that_share_a_gpu_have_one_mps_daemon_and_another_behind_a_failure(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY", raising=False)
+    there: list[str] = []
+    begun: list[str] = []
+
+    @contextmanager
+    def private_mps() -> Iterator[dict[str, str]]:
+        begun.append(f"/pipe-{len(begun)}")
+        there.append(begun[-1])
+        yield {"CUDA_MPS_PIPE_DIRECTORY": begun[-1]}
+        there.remove(begun[-1])
+
+    monkeypatch.setattr(mps, "private_mps", private_mps)
+    seen: list[str | None] = []
+
+    def runner(command: Command, log: Path, limit_s: float, tell: campaign.Tell) -> Ended:
+        seen.append(command.words()[1].get("CUDA_MPS_PIPE_DIRECTORY"))
+        return Ended(None if len(seen) == 2 else 0, 1.0)
+
+    todo = [replace(part, command=lambda place, limit_s: Command(2, ()), judge=None) for part in PARTS[:4]]
+    begin(replace(place, ranks=4, gpus=1), runner)[0].run(todo, 480.0)
+    assert seen == ["/pipe-0", "/pipe-0", "/pipe-1", "/pipe-1"]
+    assert not there
+    assert "CUDA_MPS_PIPE_DIRECTORY" not in os.environ
+    seen.clear()
+    begin(place, runner)[0].run(todo, 480.0)  # a GPU for each rank
+    assert seen == [None] * 4
 
 
 # ---- ending what runs too long ---------------------------------------------------------------------------------------
@@ -470,9 +503,7 @@ def test_targets_of_gpus_with_links(tmp_path: Path) -> None:
         seed_model({"backend": "cuda"}), report={"quality": {"regret, sizes left out": {"median": 0.02, "count": 40}}}
     )
     found = by_goal(real_links.targets([reduce, gather], [], model))
-    assert [found[goal.name].verdict for goal in real_links.REDUCE] == ["met", "met ?"] or all(
-        found[goal.name].verdict.startswith(("met", "stretch met")) for goal in real_links.REDUCE
-    )
+    assert all(found[goal.name].verdict.startswith(("met", "stretch met")) for goal in real_links.REDUCE)
     assert found[real_links.REDUCE[0].name].value == pytest.approx(-50, abs=2)
     assert found[real_links.GATHER[0].name].verdict.startswith(("met", "stretch met"))
     assert found[real_links.GATHER[1].name].verdict.startswith("missed")  # -50 % is not -60 %
