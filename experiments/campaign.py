@@ -271,6 +271,11 @@ def _info(place: Place, limit_s: float) -> Command:
     return Command(place.ranks, ("-m", "fcomm", "info", "--backend", place.backend), under_mps=place.shared)
 
 
+def _links(place: Place, limit_s: float) -> Command:
+    out = ("--backend", place.backend, "--out", str(place.folder / "links"))
+    return Command(place.ranks, ("-m", "experiments.link_matrix", *out))
+
+
 def _correctness(place: Place, limit_s: float) -> Command:
     every = ("--collective", "all_reduce,all_gather,reduce_scatter", "--ranks", f"2..{place.ranks}", "--calls", "1")
     if not place.gpus:
@@ -376,6 +381,25 @@ def _bad(cases: pd.DataFrame) -> str:
     return f"{first['protocol']} {first['nbytes']} B {first['dtype']} on {first['ranks']} is {first['status']} ({first['reason']}){more}"
 
 
+def _judge_links(place: Place) -> Verdict:
+    path = place.folder / "links" / "links.json"
+    try:
+        pairs = json.loads(path.read_text())["pairs"]
+        broken = [pair for pair in pairs if pair["reason"]]
+        if broken:
+            a, b = broken[0]["ranks"]
+            return (
+                FAILED,
+                f"{len(broken)} of {len(pairs)} pairs are not connected: ranks {a} and {b}: {broken[0]['reason']}",
+            )
+        kinds = ", ".join(sorted({pair["kind"] for pair in pairs}))
+        us, gbps = ([pair[what] for pair in pairs] for what in ("one_way_us", "gbps"))
+        rates = f"{min(us):.2f} to {max(us):.2f} us one way, {min(gbps):.1f} to {max(gbps):.1f} GB/s"
+        return DONE, f"{len(pairs)} pair{'s' if len(pairs) > 1 else ''}, {kinds}: {rates}"
+    except (OSError, ValueError, KeyError, TypeError):
+        raise RecordError(f"it left no matrix that can be read: {path}") from None
+
+
 def _span(n: pd.Series[int]) -> str:
     return f"{n.min()}" if n.min() == n.max() else f"{n.min()} to {n.max()}"
 
@@ -431,19 +455,20 @@ def _judge_decode(place: Place) -> Verdict:
 
 PARTS = (
     Part("info", "capabilities of each rank, kinds of links, admitted protocols", 15, 8, _info),
-    Part("correctness", "every admitted protocol among 2 to N ranks", 80, 18, _correctness, _judge_correctness),
-    Part("all-reduce", "latency of ours and the baselines, three ways", 130, 14, _all_reduce, _judge_sweep("all-reduce")),
-    Part("all-gather", "latency of ours and the baselines", 50, 12, _all_gather, _judge_sweep("all-gather")),
-    Part("peers", "latency of ours beside NCCL and PyTorch", 55, 12, _peers, _judge_sweep("peers")),
+    Part("links", "one-way time and bandwidth between each two ranks", 25, 8, _links, _judge_links),
+    Part("correctness", "every admitted protocol among 2 to N ranks", 75, 18, _correctness, _judge_correctness),
+    Part("all-reduce", "latency of ours and the baselines, three ways", 125, 14, _all_reduce, _judge_sweep("all-reduce")),
+    Part("all-gather", "latency of ours and the baselines", 45, 12, _all_gather, _judge_sweep("all-gather")),
+    Part("peers", "latency of ours beside NCCL and PyTorch", 50, 12, _peers, _judge_sweep("peers")),
     Part("fit", "the cost model, its errors and regret", 35, 5, _fit, derived=True),
-    Part("decode", "time per output token with each way to all-reduce", 75, 12, _decode, _judge_decode),
+    Part("decode", "time per output token with each way to all-reduce", 70, 12, _decode, _judge_decode),
     Part("figures", "the paper's figures", 30, 8, _figures, derived=True),
     Part("claims", "the paper's numbers beside ours", 10, 4, _claims, derived=True),
 )  # fmt: skip
 """In the order in which they run: what must not be missing first."""
 
 
-def limits(parts: Sequence[Part], left_s: float, place: Place) -> float:
+def limit_of_first(parts: Sequence[Part], left_s: float, place: Place) -> float:
     """Seconds that the first of these parts has: what it needs at least, and its share of what is left beyond all their needs."""
     first = parts[0]
     beyond = max(left_s - sum(part.needs_s(place) for part in parts), 0.0)
@@ -556,7 +581,7 @@ class Campaign:
                     )
                     standing.status, standing.says = NOT_RUN, lack
             else:
-                self._part(part, limits(todo[k:], left_s, self.place))
+                self._part(part, limit_of_first(todo[k:], left_s, self.place))
                 changed |= not part.derived
             print(f"{self._count(part)}: {standing.status}{f': {standing.says}' if standing.says else ''}", flush=True)
             self._save()

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,9 +18,10 @@ from typing import Any
 import pytest
 
 import experiments
-from experiments import campaign, frames, mps, peers, real_links
+from experiments import campaign, frames, link_matrix, mps, peers, real_links
 from experiments.campaign import DONE, FAILED, NOT_RUN, PARTS, Campaign, Command, Ended, Place, State
 from experiments.decode import report as decode_report
+from experiments.link_matrix import Pair, markdown
 from experiments.request import build_request
 from experiments.request import parser as sweep_parser
 from fcomm.__main__ import _links
@@ -37,6 +38,7 @@ APART = {
     "devices": [{"device": "NVIDIA H200", "uuid": f"GPU-{k}", "mps": False} for k in range(8)],
 }  # fmt: skip
 NAMES = [part.name for part in PARTS]
+OF = {part.name: part for part in PARTS}
 
 
 @pytest.fixture
@@ -101,9 +103,25 @@ def test_parts_share_the_budget_by_their_weights_and_inherit_what_is_left_over(
 def test_limits_add_up_to_the_budget_where_each_is_used_up(place: Place) -> None:
     left, spent = 480.0, 0.0
     for k in range(len(PARTS)):
-        limit = campaign.limits(PARTS[k:], left, place)
+        limit = campaign.limit_of_first(PARTS[k:], left, place)
         left, spent = left - limit, spent + limit
     assert spent == pytest.approx(480.0)
+
+
+def test_a_part_that_a_killed_campaign_left_running_is_tried_again(place: Place) -> None:
+    ran: list[str] = []
+
+    def runner(command: Command, log: Path, limit_s: float, tell: campaign.Tell) -> Ended:
+        ran.append(log.stem)
+        return Ended(0, 1.0)
+
+    one, state = begin(place, runner)
+    state.parts["info"].status = campaign.RUNNING
+    assert "| info        |" in (text := campaign.summary(place, state, real_links.targets([], [], None)))
+    assert "running" not in text  # what nobody finished has failed
+    one.run([OF["info"]], 60.0)
+    assert ran == ["info"]
+    assert state.parts["info"].status == DONE
 
 
 def test_what_the_budget_has_no_room_for_is_not_run(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,8 +135,8 @@ def test_what_the_budget_has_no_room_for_is_not_run(place: Place, monkeypatch: p
         replace(part, command=lambda place, limit_s: Command(0, ()), judge=lambda place: (DONE, "")) for part in PARTS
     ]
     one, state = begin(place, runner)
-    one.run(todo, 30.0)
-    assert [state.parts[name].status for name in NAMES[:3]] == [DONE, DONE, NOT_RUN]
+    one.run(todo, 38.0)
+    assert [state.parts[name].status for name in NAMES[:4]] == [DONE, DONE, DONE, NOT_RUN]
     assert state.parts["all-reduce"].says == "4 s of the budget were left, and it needs 14"
     assert json.loads((place.folder / "state.json").read_text())["parts"]["info"]["status"] == DONE
 
@@ -135,7 +153,7 @@ def test_a_sweeps_budget_ends_within_its_limit_and_leaves_a_short_one_some_time(
 @pytest.mark.parametrize(("ranks", "gpus", "limit_s"), [(8, 8, 130.0), (4, 1, 14.0), (2, 0, 8.0)])
 def test_the_sweep_takes_what_it_is_given(tmp_path: Path, ranks: int, gpus: int, limit_s: float) -> None:
     place = Place(tmp_path, ranks, gpus)
-    for part in PARTS[1:5]:
+    for part in (OF[name] for name in ("correctness", "all-reduce", "all-gather", "peers")):
         command = part.command(place, limit_s)
         assert command.ranks == ranks
         assert command.arguments[:2] == ("-m", "experiments.sweep")
@@ -149,28 +167,27 @@ def test_the_sweep_takes_what_it_is_given(tmp_path: Path, ranks: int, gpus: int,
         if part.name == "all-reduce" and gpus == 8:
             assert request.shapes == "search"  # custom AR v2's second way
             assert request.ranks == (2, 4, 8)
-    for part in PARTS[5:]:
-        if part.derived:
-            with pytest.raises(ArgumentError, match="there are no records of these"):
-                part.command(place, limit_s)
+    for part in (part for part in PARTS if part.derived):
+        with pytest.raises(ArgumentError, match="there are no records of these"):
+            part.command(place, limit_s)
 
 
 def test_no_command_uses_multicast_and_each_can_be_repeated(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in peers.NO_MULTICAST:
         monkeypatch.delenv(name, raising=False)
-    words, env = PARTS[2].command(place, 100).words()
+    words, env = OF["all-reduce"].command(place, 100).words()
     assert env.items() >= peers.NO_MULTICAST.items()
     assert words[1:3] == ["-n", "8"]
     assert words[3] == sys.executable
-    assert str(PARTS[2].command(place, 100)).startswith(
+    assert str(OF["all-reduce"].command(place, 100)).startswith(
         "mpirun -n 8 python -m experiments.sweep --backend cuda --budget"
     )
-    assert str(PARTS[0].command(replace(place, gpus=1), 9)).startswith(
+    assert str(OF["info"].command(replace(place, gpus=1), 9)).startswith(
         "python -m experiments.mps -- mpirun -n 8 python -m fcomm info"
     )
     (place.folder / "fit").mkdir(parents=True)
     (place.folder / "fit" / "model.json").touch()
-    decode = PARTS[6].command(place, 80)
+    decode = OF["decode"].command(place, 80)
     assert str(decode).startswith(f"FCOMM_MODEL={place.folder}/fit/model.json mpirun -n 8 python -m experiments.decode")
     assert decode.words()[1]["FCOMM_MODEL"].endswith("model.json")
     words, _ = Command(0, ("-m", "experiments.claims")).words()
@@ -243,7 +260,7 @@ def test_a_part_that_fails_says_why_in_one_sentence(place: Place, code: int, sai
     if code:
         earlier.write_text("error: of an earlier attempt\n")
     one, state = begin(place, runner)
-    one.run([PARTS[2]], 480.0)
+    one.run([OF["all-reduce"]], 480.0)
     standing = state.parts["all-reduce"]
     assert standing.status == FAILED
     assert standing.says.endswith(sentence) if code == 0 else standing.says == sentence
@@ -300,6 +317,30 @@ def test_ranks_that_share_a_gpu_have_one_mps_daemon_and_another_behind_a_failure
     assert seen == [None] * 4
 
 
+def test_a_pair_that_is_not_connected_is_named(place: Place) -> None:
+    folder = place.folder / "links"
+    folder.mkdir(parents=True)
+
+    def verdict(*pairs: Pair) -> tuple[str, str]:
+        (folder / "links.json").write_text(json.dumps({"pairs": [asdict(pair) for pair in pairs]}))
+        return campaign._judge_links(place)
+
+    good, far = Pair((0, 1), "nvlink", 0.7, 310.0), Pair((0, 2), "nvlink", 0.9, 300.0)
+    assert verdict(good, far) == (DONE, "2 pairs, nvlink: 0.70 to 0.90 us one way, 300.0 to 310.0 GB/s")
+    lost = Pair((1, 2), reason="peer access does not work here")
+    assert verdict(good, far, lost) == (
+        FAILED,
+        "1 of 3 pairs are not connected: ranks 1 and 2: peer access does not work here",
+    )
+    text = markdown([good, far, lost], 3, "Here.")
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| 1")]
+    assert rows == [["1", "nvlink", "-", "none"], ["1", "0.70", "-", "none"], ["1", "310.0", "-", "none"]]
+    assert "- ranks 1 and 2: peer access does not work here" in text
+    (folder / "links.json").write_text("{")
+    with pytest.raises(RecordError, match="no matrix that can be read"):
+        campaign._judge_links(place)
+
+
 # ---- ending what runs too long ---------------------------------------------------------------------------------------
 
 STUBBORN = """
@@ -344,7 +385,7 @@ def test_an_interrupted_part_is_ended_and_the_campaign_goes_on_later(
     monkeypatch.setattr(one, "_tell", interrupt)
     hanging = replace(PARTS[0], command=lambda place, limit_s: Command(0, ("-c", STUBBORN)))
     with pytest.raises(KeyboardInterrupt):
-        one.run([hanging, PARTS[1]], 60.0)
+        one.run([hanging, OF["correctness"]], 60.0)
     assert not alive(child_in(place.folder / "logs" / "info.log"))
     kept = State.load(place.folder / "state.json")
     assert kept.parts["info"].status == FAILED
@@ -366,7 +407,7 @@ def test_a_launcher_outlived_by_its_ranks_leaves_none(tmp_path: Path) -> None:
 
 SIGNALLED = """
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from experiments import campaign
 from fcomm import bootstrap
@@ -414,7 +455,7 @@ def test_bad_input_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (["--ranks", "1"], ArgumentError, "an exchange needs at least two ranks"),
         (["--backend", "cuda"], ArgumentError, "there is no GPU here"),
         (["--budget", "soon"], ArgumentError, "'soon' is not a time"),
-        (["--only", "info,luck"], ArgumentError, "--only 'luck' is no part; there are info, correctness"),
+        (["--only", "info,luck"], ArgumentError, "--only 'luck' is no part; there are info, links, correctness"),
         (["--only", ","], ArgumentError, "names nothing"),
         (["--out", str(there)], ArgumentError, "go on with it by --resume"),
         (["--resume", str(tmp_path / "nowhere")], ArgumentError, "is no campaign: it has no state.json"),
@@ -426,6 +467,10 @@ def test_bad_input_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for argv, kind, words in bad:
         with pytest.raises(kind, match=words):
             campaign.main(argv, nothing)
+    with pytest.raises(ArgumentError, match="a link lies between ranks: mpirun -n 2"):
+        link_matrix.main(["--out", str(tmp_path)])
+    with pytest.raises(ArgumentError, match="--samples 0 is not between 1 and 1000"):
+        link_matrix.main(["--out", str(tmp_path), "--samples", "0"])
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     with pytest.raises(ArgumentError, match="run it without mpirun"):
         campaign.main([], nothing)
@@ -587,7 +632,14 @@ def test_a_campaign_on_the_cpu_backend(tmp_path: Path) -> None:
     assert "5 protocols exact among 2 ranks" in state.parts["correctness"].says
     for name in ("correctness", "all-reduce", "all-gather", "peers"):
         assert experiments.load(out / name).complete
-    for file in ("fit/model.json", "figures/README.md", "claims/claims.md", "summary.md", "targets.csv"):
+    for file in (
+        "links/links.md",
+        "fit/model.json",
+        "figures/README.md",
+        "claims/claims.md",
+        "summary.md",
+        "targets.csv",
+    ):
         assert (out / file).is_file(), file
     assert "EMULATION" in (out / "summary.md").read_text()
     again = subprocess.run(
