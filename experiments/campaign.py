@@ -9,6 +9,7 @@ is missing. Where there is one GPU ranks share it, and without a GPU the same pa
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 import signal
@@ -24,13 +25,14 @@ from typing import TYPE_CHECKING, Any
 from experiments import lab, mps, peers, real_links
 from experiments.decode import report as decode_report
 from experiments.latency import targets_markdown
-from experiments.request import FINISH_S, parse_time
+from experiments.request import COLLECTIVES, FINISH_S, parse_time
 from experiments.tables import aligned, latency_csv, rows
 from fcomm import bootstrap, records
 from fcomm.cli import Parser, folder, launcher_size, listed
 from fcomm.cost_model import Model
 from fcomm.errors import ArgumentError, FcommError, RecordError, SetupError
 from fcomm.measure import PEERS
+from fcomm.protocols import CELL_BYTES
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -276,14 +278,28 @@ def _links(place: Place, limit_s: float) -> Command:
     return Command(place.ranks, ("-m", "experiments.link_matrix", *out))
 
 
+def checked_sizes(ranks: int, most: int) -> list[int]:
+    """Message sizes in bytes that up to eight ranks, and each number of them below `ranks`, can share out evenly: else a
+    reduce-scatter among three would be left out of the check without a word.
+
+    The smallest has no whole number of cells for each rank, where that is possible; the others have. most : about the largest.
+    """
+    even = math.lcm(*range(1, min(ranks, 8) + 1))
+    wanted = [2 << 10, *(size for size in (16 << 10, 256 << 10, 1 << 20) if size <= most)]
+    units = [2 * even, *[CELL_BYTES * even] * 3]
+    return [max(size // unit, 1) * unit for size, unit in zip(wanted, units, strict=False)]
+
+
 def _correctness(place: Place, limit_s: float) -> Command:
-    every = ("--collective", "all_reduce,all_gather,reduce_scatter", "--ranks", f"2..{place.ranks}", "--calls", "1")
-    if not place.gpus:
-        how = ("--sizes", "1K,16K", "--dtypes", "float32", "--modes", "prepared", "--protocols", CPU_CHECKED)
+    sizes = checked_sizes(place.ranks, 1 << 20 if place.gpus else 16 << 10)
+    every = ("--collective", ",".join(COLLECTIVES), "--ranks", f"2..{place.ranks}", "--calls", "1")
+    if place.gpus:
+        how = ("--dtypes", "bfloat16", "--modes", "prepared", "--launch", "late")
     else:
-        how = ("--sizes", "1K,16K,256K,1M", "--dtypes", "bfloat16", "--modes", "prepared", "--launch", "late")
+        how = ("--dtypes", "bfloat16", "--modes", "prepared", "--protocols", CPU_CHECKED)
     budget_s = CHECKING * limit_s + FINISH_S[place.backend]
-    return _sweep(place, "correctness", budget_s, *every, *how, "--shapes", "default")
+    asked = (*every, "--sizes", ",".join(map(str, sizes)), *how, "--shapes", "default")
+    return _sweep(place, "correctness", budget_s, *asked)
 
 
 def _latency(place: Place, limit_s: float, name: str, *options: str) -> Command:
@@ -414,13 +430,16 @@ def _judge_correctness(place: Place) -> Verdict:
     if lacking:
         more = f" and {len(lacking) - 6} more" if len(lacking) > 6 else ""
         return FAILED, f"not checked before the budget ended: {', '.join(lacking[:6])}{more}"
-    if admitted.empty:
-        return FAILED, "no protocol was admitted"
-    protocols, n = admitted["protocol"].nunique(), admitted["ranks"]
+    there = {(row["collective"], row["ranks"]) for row in rows(admitted)}
+    for n in range(2, place.ranks + 1):
+        for collective in COLLECTIVES:
+            if (collective, n) not in there:
+                return FAILED, f"no protocol of {collective} was checked among {n} ranks"
+    protocols = admitted["protocol"].nunique()
     calls = int(admitted["checked_calls"].sum())
     return (
         DONE,
-        f"{protocols} protocols exact among {_span(n)} ranks: {calls:,} calls on fresh data compared",
+        f"{protocols} protocols exact among {_span(admitted['ranks'])} ranks: {calls:,} calls on fresh data compared",
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from fcomm.__main__ import _links
 from fcomm.cost_model import seed_model
 from fcomm.errors import ArgumentError, FcommError, RecordError
 from fcomm.measure import Case
+from fcomm.protocols import protocols
 from fcomm.records import Recorder
 from tests import synthetic
 from tests.launch import ROOT, environment
@@ -266,24 +268,59 @@ def test_a_part_that_fails_says_why_in_one_sentence(place: Place, code: int, sai
     assert standing.says.endswith(sentence) if code == 0 else standing.says == sentence
 
 
-def test_correctness_counts_what_was_checked(place: Place) -> None:
-    def verdict(**facts: Any) -> tuple[str, str]:
-        place.folder.mkdir(exist_ok=True)
-        leave(place, "correctness", floors=False, features=("late",), ranks=(2, 3), **facts)
-        found = campaign._judge_correctness(place)
-        (place.folder / "correctness").rename(place.folder / f"old-{len(list(place.folder.iterdir()))}")
-        return found
+def test_correctness_counts_what_was_checked(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = replace(place, ranks=3)
+    every: dict[Any, Any] = {
+        **synthetic.ALL_REDUCE, **synthetic.ALL_GATHER, ("reduce_scatter.ll", "array", None): (1.0, 0.1),
+    }  # fmt: skip
+    place.folder.mkdir()
+
+    def verdict(kinds: Any = every, **facts: Any) -> tuple[str, str]:
+        of = {name: protocols()[name].collective for name, _, _ in kinds}
+        columns = Case.columns
+        monkeypatch.setattr(
+            Case, "columns", lambda case, *gpu: columns(replace(case, collective=of[case.protocol]), *gpu)
+        )
+        made = make(
+            place.folder / "made",
+            kinds,
+            floors=False,
+            features=("late",),
+            ranks=(2, 3),
+            sizes=(1680,),
+            provenance=APART,
+            **facts,
+        )
+        monkeypatch.setattr(Case, "columns", columns)
+        target = place.folder / "correctness"
+        if target.exists():
+            shutil.rmtree(target)
+        made.rename(target)
+        return campaign._judge_correctness(place)
 
     status, says = verdict()
-    assert status == DONE
-    assert says.startswith("8 protocols exact among 2 to 3 ranks: ")
+    assert (status, says.split(":")[0]) == (DONE, "13 protocols exact among 2 to 3 ranks")
     status, says = verdict(checked_calls=0, status="dropped", reason="the budget ended")
     assert status == FAILED
-    assert says.startswith("not checked before the budget ended: barrier.two_shot on 2")
+    assert says.startswith("not checked before the budget ended: all_gather.flag on 2, all_gather.flag on 3")
     status, says = verdict(status="wrong", reason="3 elements", wrong=3)
     assert status == FAILED
-    assert "is wrong (3 elements)" in says
+    assert "is wrong (3 elements), and " in says
     assert verdict(status="refused", reason="no")[0] == FAILED
+    assert verdict(synthetic.ALL_REDUCE) == (FAILED, "no protocol of all_gather was checked among 2 ranks")
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 7, 8])
+def test_sizes_to_check_can_be_shared_out_among_any_number_of_ranks(ranks: int) -> None:
+    sizes = campaign.checked_sizes(ranks, 1 << 20)
+    assert len(set(sizes)) == 4
+    assert max(sizes) <= 1 << 20
+    for nbytes in sizes:
+        for n in range(2, ranks + 1):
+            for p in (p for p in protocols().values() if p.collective == "reduce_scatter"):
+                assert p.refusal("bfloat16", n, p.needs, nbytes) is None
+    assert all(nbytes % (16 * n) == 0 for nbytes in sizes[1:] for n in range(2, ranks + 1))
+    assert ranks != 8 or sizes[0] % 32  # a shard that is no whole number of cells
 
 
 def test_ranks_that_share_a_gpu_have_one_mps_daemon_and_another_behind_a_failure(
