@@ -79,7 +79,7 @@ figures: $(READY_RUN) need-python  ## the paper's figures and claims from the ne
 # What the repository shows of the runs that it ships: after these were replaced, this and a look at the pictures.
 shipped-figures: $(READY_RUN) need-python
 	$(IN_ENV) "$(RUN)" -m experiments.figures experiments/data/h200-shared/*/ --out docs/figures/h200-shared --formats svg --no-counted
-	$(IN_ENV) "$(RUN)" -m experiments.claims experiments/data/h200-shared/*/ --out docs/figures/h200-shared
+	$(IN_ENV) "$(RUN)" -m experiments.claims experiments/data/h200-shared/*/ experiments/data/h200-decode --out docs/figures/h200-shared
 	$(IN_ENV) "$(RUN)" tools/notebooks.py
 
 test: $(READY_TEST) need-python  ## run the tests, all but those marked `full` (PYTEST_ARGS='-k ll' and the like)

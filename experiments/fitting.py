@@ -6,6 +6,7 @@ to the times, and judges them on sizes and rank counts that were left out as who
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -44,6 +45,8 @@ Name = tuple[str, ...]
 
 FEWEST_CALLS = 5
 """Timed calls of a case and launch that a median is made of."""
+MOST_LEFT_OUT = 0.1
+"""Share of a run's cases that may have fewer, and are left out then."""
 FEWEST_SIZES = 4
 LOSS_SCALE = 0.05
 """Relative error beyond which a case counts by its amount instead of its square."""
@@ -154,7 +157,7 @@ def read(runs: Sequence[Run], mode: str | None = None) -> Table:
         slowest = (
             slowest.groupby(["case", "launch", "iteration"])["nanoseconds"].max().div(1e3).rename("us").reset_index()
         )
-        _refuse_few(run, cases, slowest)
+        slowest = _enough(run, cases, slowest)
         slowest["replicate"] = slowest["launch"] + replicates
         replicates += int(slowest["launch"].max()) + 1
         columns = cases.rename(columns={"dependent_launch": "launch"})[
@@ -218,21 +221,29 @@ def _refuse(run: Run) -> None:
         raise RecordError(f"{run.path} has a time that is not positive in {_named(c)}: no fit reads such a run")
 
 
-def _refuse_few(run: Run, cases: pd.DataFrame, slowest: pd.DataFrame) -> None:
+def _enough(run: Run, cases: pd.DataFrame, slowest: pd.DataFrame) -> pd.DataFrame:
+    """The times without cases that a budget left with too few calls, if these are few themselves."""
     if run.summary is None:
         counts = slowest.groupby("case").size()
         few = counts[counts < FEWEST_CALLS]
-        if len(few):
+        if len(few) > MOST_LEFT_OUT * len(counts):
             c = rows(cases[cases["case"] == few.index[0]])[0]
             raise RecordError(
                 f"{run.path} has {few.iloc[0]} timed calls in {_named(c)}, and a fit needs {FEWEST_CALLS} of each case: "
                 "sweep with a larger --budget or --calls"
             )
+        if len(few):
+            print(
+                f"# {run.path}: {len(few)} of {len(counts)} cases are left out, which have fewer than {FEWEST_CALLS} calls",
+                file=sys.stderr,
+            )
+            slowest = slowest[~slowest["case"].isin(few.index)]
     sizes = cases["nbytes"].nunique()
     if sizes < FEWEST_SIZES:
         raise RecordError(
             f"{run.path} has {sizes} message sizes, and a fit needs {FEWEST_SIZES}: sweep with more --sizes"
         )
+    return slowest
 
 
 def _named(c: Mapping[str, Any]) -> str:

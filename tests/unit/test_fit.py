@@ -216,6 +216,20 @@ def test_runs_that_no_fit_may_read_are_refused_with_the_case(tmp_path: Path, opt
     assert "\n" not in str(caught.value)
 
 
+def test_a_few_cases_with_too_few_calls_are_left_out_and_named(
+    run_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = load(run_path)
+    whole = len(fitting.read([run]).frame)
+    short = run.cases.loc[run.cases["protocol"] == "one_shot.ll", "case"].iloc[0]
+    calls = run.samples["case"] == short
+    run.samples = run.samples[
+        ~calls | (run.samples["iteration"] < fitting.FEWEST_CALLS - 1) & (run.samples["launch"] == 0)
+    ]
+    assert len(fitting.read([run]).frame) == whole - 1
+    assert f"# {run_path}: 1 of " in capsys.readouterr().err
+
+
 def test_times_that_are_not_positive_are_refused_with_the_case(run_path: Path) -> None:
     for bad in (0, -5):
         run = load(run_path)
