@@ -1404,6 +1404,24 @@ LONG_CASES: dict[str, Case] = {f.__name__: f for f in (every_epilogue,)}
 MANY_CALLS = 500
 
 
+@case
+def a_communicator_of_a_variant_runs_its_kernels(comm: fcomm.Communicator) -> None:
+    if comm.world_size not in FEW:
+        return
+    with make(comm, variant="poll_one") as other:
+        asked: list[str] = []
+        kernel = other.backend.kernel
+
+        def heard(spec: Any) -> Any:
+            asked.append(spec.name)
+            return kernel(spec)
+
+        with mock.patch.object(other.backend, "kernel", heard):
+            reduce_once(other, "one_shot.ll", "float32", 100, (90,))
+        assert asked
+        assert all(name.endswith("-poll_one") for name in asked), asked
+
+
 def make(comm: fcomm.Communicator, **options: Any) -> fcomm.Communicator:
     return fcomm.Communicator(comm.mpi, **{"backend": comm.backend.name, "max_bytes": 1 << 16, **options})
 
