@@ -76,8 +76,8 @@ class Medium:
         return np.sort([ns[0] / (2e3 * rounds) for ns in taken[1:]])
 
     def round_us(self, cells: int, samples: int = 7) -> NDArray[np.float64]:
-        """Microseconds of one round in which every rank sends so many 16-byte cells to the next one and looks for as many; of the
-        slowest rank, shape (samples,), alike on all ranks.
+        """Microseconds of one round in which every rank sends so many 16-byte cells to another one and looks for as many (ranks 0 and
+        1, 2 and 3, ...; the last of an odd number rests); of the slowest rank, shape (samples,), alike on all ranks.
         """
         link = self._comm.link if self._linked else None
         through = 0.0 if link is None or link.gbps is None else cells * CELL_BYTES / (link.gbps * 1e3)
@@ -138,12 +138,19 @@ class Medium:
 
     def _launch(self, call: str, shape: LaunchShape, rounds: int, cells: int) -> int:
         comm, linked = self._comm, self._linked
+        # A stream goes to and fro between two ranks. Around a ring of more, a rank that has taken a round knows nothing of what the
+        # one that it sends to has taken, and two copies of a mailbox would be too few.
+        first = comm.rank - comm.rank % 2 if call == STREAM else 0
+        ranks = comm.slabs[first : first + 2] if call == STREAM else comm.slabs
+        if call == STREAM and len(ranks) < 2:
+            return 0
+        n = len(ranks)
         if call not in self._kernels:
-            name = f"{call[4:].split('<')[0]}{'-flag' if 'true' in call else ''}{'-link' if linked else ''}-n{comm.world_size}"
-            self._kernels[call] = comm.backend.compile(name, text(call, comm.world_size, linked))
+            name = f"{call[4:].split('<')[0]}{'-flag' if 'true' in call else ''}{'-link' if linked else ''}-n{n}"
+            self._kernels[call] = comm.backend.compile(name, text(call, n, linked))
         told = comm.from_host(np.zeros(2 * shape.blocks, np.uint64))
-        params = np.zeros(1, params_dtype(comm.world_size, linked))
-        params["rank"], params["slab"], params["in"] = comm.rank, comm.slabs, self._region.offset
+        params = np.zeros(1, params_dtype(n, linked))
+        params["rank"], params["slab"], params["in"] = comm.rank - first, ranks, self._region.offset
         params["out"], params["part"] = comm.backend.view(told).address, self._round
         params["nbytes"], params["stride"], params["timeout_ns"] = rounds, cells, int(TIMEOUT_S * 1e9)
         if linked and comm.link is not None:
