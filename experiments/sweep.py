@@ -42,7 +42,7 @@ from experiments.request import (
     parser,
 )
 from experiments.tables import latency_csv, nccl_table, rows, summary_tables, variant_table
-from fcomm import Communicator, bootstrap, measure, provenance, records, settings
+from fcomm import Communicator, bootstrap, links, measure, provenance, records, settings
 from fcomm.dtypes import BYTES, REDUCIBLE
 from fcomm.errors import ArgumentError, DeviceError, FcommError, NotAdmittedError, RecordError
 from fcomm.measure import FLOOR, Case
@@ -266,6 +266,7 @@ class Sweep:
 
     def _kernels(self, comm: Communicator) -> list[Callable[[], object]]:
         r, backend = self.request, cast(Any, comm.backend)
+        compiled = links.parse(r.link).compiled if r.link else 0
         specs: dict[str, Specialisation] = {}
         floors: dict[tuple[int, bool, str], None] = {}
         for n in r.ranks:
@@ -280,7 +281,7 @@ class Sweep:
                             form = case.form(comm.gpu)
                             if why is None and form is not None:
                                 element = BYTES if form.algorithm.moves_bytes else REDUCIBLE[dtype]
-                                launch, linked = case.dependent_launch, bool(r.link)
+                                launch, linked = case.dependent_launch, compiled
                                 spec = Specialisation(form, element, n, aligned, launch, linked, variant=case.variant)
                                 specs[spec.name] = spec
         jobs: list[Callable[[], object]] = [partial(backend.kernel, spec) for spec in specs.values()]

@@ -24,12 +24,13 @@ from fcomm.layout import (
     CALL_WORDS,
     ERROR_DTYPE,
     FIRST_CALL_WORD,
+    LINE,
     V2_MAX_BLOCKS,
     SlabLayout,
     error_message,
     params_dtype,
 )
-from fcomm.links import Link
+from fcomm.links import FORWARDED_TICKS_PER_US, MOST_SLAB_BYTES, Link, queues_bytes
 from fcomm.links import parse as parse_link
 from fcomm.protocols import (
     CELL_BYTES,
@@ -134,7 +135,7 @@ class Plan:
             wanted = shape or LaunchShape(*(fitted or self._default_shape(comm)))
         if operands is not None:
             fused = Fused(operands.epilogue, cells_held(row_cells, max(wanted.threads, 1)) if row_bytes else 0)
-        linked = comm.link is not None
+        linked = comm.link_compiled
         spec = Specialisation(proto, element, comm.world_size, aligned, comm.dependent_launch, linked, fused, comm.variant)
         self.kernel = comm.backend.kernel(spec)
         _check_shape(wanted, spec.max_threads)
@@ -143,7 +144,9 @@ class Plan:
         launch, rule, channels = comm.dependent_launch, proto.algorithm.grid, comm.layout.channels
         fixed = rule is not None and rule.fixed
         grids = 1 if launch == "none" or (launch == "late" and fixed) else 2
-        resident = self.kernel.max_blocks(wanted.threads, grids, channels)
+        # Where a link forwards, each block that works has another one for it, and both have to be resident.
+        of_each = 1 if comm.link is None else comm.link.blocks(1)
+        resident = self.kernel.max_blocks(wanted.threads, grids, channels) // of_each
         if resident < 1:
             raise ArgumentError(
                 f"{proto.name} with {wanted.threads} threads a block has no room for the {grids * channels} grids that {channels} "
@@ -151,8 +154,10 @@ class Plan:
                 f"{'threads' if channels == 1 else 'channels'}"
             )
         self.shape = LaunchShape(min(wanted.blocks, resident), wanted.threads)
+        self._grid = LaunchShape(self.shape.blocks * of_each, self.shape.threads)
         if fixed:
             comm._keep_grid(proto, channel, wanted, resident)
+        self._queues = comm._queues(channel, self.shape.blocks)
         self.params = comm.layout.params(
             proto,
             comm.rank,
@@ -177,7 +182,7 @@ class Plan:
     def follow_link(self, comm: Communicator) -> None:
         """Tells the kernel of the emulated link, if there is one, as it is now."""
         if comm.link is not None:
-            comm.link.write(self.params, comm.ticks_per_us, comm.slab_bytes, comm.link_own_us)
+            comm.link.write(self.params, comm.ticks_per_us, comm.slab_bytes, comm.link_own_us, self._queues)
 
     def launch(self, backend: Backend, src: View, dst: View, stream: Any, operands: Operands | None = None) -> None:
         for piece in self.pieces:
@@ -187,7 +192,7 @@ class Plan:
             )  # fmt: skip
             if self._write is not None and operands is not None:
                 self._write(operands, piece.offset)
-            backend.launch(self.kernel, self.shape, self.params, stream)
+            backend.launch(self.kernel, self._grid, self.params, stream)
 
 
 def _check_shape(wanted: LaunchShape, most: int) -> None:
@@ -452,6 +457,11 @@ class Communicator:
         bootstrap.check_node(mpi)
         name = resolve_backend(name, mpi)
         self.placement = placement
+        if self.link is not None and self.link.forwarded and self.layout.slab_bytes > MOST_SLAB_BYTES:
+            raise ArgumentError(
+                f"slabs of {self.layout.slab_bytes >> 30} GiB are too large for a link that forwards, which knows places up to "
+                f"{MOST_SLAB_BYTES >> 30} GiB: use smaller max_bytes or fewer channels"
+            )
         made: Backend = bootstrap.collectively(mpi, lambda: _make_backend(name, mpi, device, placement))
         bootstrap.collectively(mpi, made.prepare)
         self.backend: Backend = made
@@ -459,7 +469,11 @@ class Communicator:
         self.capabilities = frozenset.intersection(*every)
         self.gpu = _smallest_share(mpi.allgather(made.describe()))
         self.link_own_us = 0.0
-        self.ticks_per_us = 0.0 if self.link is None else bootstrap.collectively(mpi, made.ticks_per_us)
+        self.ticks_per_us = 0.0
+        if self.link is not None:
+            forwarded = self.link.forwarded
+            self.ticks_per_us = FORWARDED_TICKS_PER_US if forwarded else bootstrap.collectively(mpi, made.ticks_per_us)
+        self._queue_memory: dict[int, list[tuple[int, Any]]] = {}
         self._model = models.agree(mpi, model, made)
         self._grids: dict[tuple[str, int], int] = {}
         self._sums: dict[tuple[int, str, int], View] = {}
@@ -878,9 +892,31 @@ class Communicator:
         self._check_open()
         if self.link is None:
             raise ArgumentError("this communicator's kernels have no emulated link: construct it with link=...")
+        if link.form != self.link.form:
+            raise ArgumentError(
+                f"this communicator's kernels have links of form {self.link.form}, not {link.form}: construct another one"
+            )
         self.link = link
         for plan in self._plans.values():
             plan.follow_link(self)
+
+    @property
+    def link_compiled(self) -> int:
+        """The form of emulated link in this communicator's kernels, as they are compiled (`Specialisation.link`)."""
+        return 0 if self.link is None else self.link.compiled
+
+    def _queues(self, channel: int, working: int) -> int:
+        """Address of queues for a channel's grids of so many working blocks; 0 where no link forwards. They are empty between
+        grids, so any will do; smaller ones are kept, since plans and graphs have their address.
+        """
+        if self.link is None or not self.link.forwarded:
+            return 0
+        kept = self._queue_memory.setdefault(channel, [])
+        if not kept or kept[-1][0] < working:
+            made = self.backend.from_host(np.zeros(queues_bytes(working) + LINE, np.uint8))
+            self.backend.synchronize()
+            kept.append((working, made))
+        return -(-self.backend.view(kept[-1][1]).address // LINE) * LINE
 
     def admitted(self, dtype: str, collective: str = "all_reduce") -> dict[str, str | None]:
         """Every protocol of a collective: None where it may run here, else the reason why not."""

@@ -70,7 +70,9 @@ FIRST_CALL_WORD = 2
 """Their place in the argument, in words of 8 bytes."""
 
 
-LINK_DTYPE = np.dtype([("slab_bytes", "<u8"), ("cost", "<u8"), ("latency", "<u4"), ("reserved", "<u4")])
+_LINK = [("slab_bytes", "<u8"), ("cost", "<u8"), ("latency", "<u4"), ("reserved", "<u4")]
+LINK_DTYPES = (np.dtype(_LINK), np.dtype([*_LINK, ("queues", "<u8"), ("jitter", "<u4"), ("seed", "<u4")]))
+"""``struct Link`` of the two forms of an emulated link."""
 
 EPILOGUE_ARRAYS = 8
 EPILOGUE_SCALARS = 5
@@ -80,10 +82,10 @@ EPILOGUE_DTYPE = np.dtype(
 """Its part of ``struct Params``, behind the rest of the argument, for kernels that have an epilogue."""
 
 
-def params_dtype(world_size: int, link: bool = False, epilogue: bool = False) -> np.dtype[np.void]:
+def params_dtype(world_size: int, link: int = 0, epilogue: bool = False) -> np.dtype[np.void]:
     """The bytes of ``struct Params`` in ``kernels_cu/params.cuh`` for a world of that size.
 
-    link, epilogue : of a kernel that has an emulated link, or an epilogue.
+    link, epilogue : of a kernel that has an emulated link of that form (`fcomm.links.Link.compiled`), or an epilogue.
     """
     return np.dtype(
         [("rank", "<u4"), ("scrub_from", "<u4"), ("control", "<u8")]
@@ -91,7 +93,7 @@ def params_dtype(world_size: int, link: bool = False, epilogue: bool = False) ->
         + [("region", REGION_DTYPE, 2), ("slab", "<u8", world_size)]
         + [(n, "<u8") for n in ("error", "timeout_ns", "scrub_offset", "scrub_stride", "scrub_bytes")]
         + [(n, "<u4") for n in ("scrub_cells", "channel", "protocol", "aligned", "copies", "reserved")]
-        + ([("link", LINK_DTYPE)] if link else [])
+        + ([("link", LINK_DTYPES[link - 1])] if link else [])
         + ([("epilogue", EPILOGUE_DTYPE)] if epilogue else [])
     )
 
@@ -216,7 +218,7 @@ class SlabLayout:
         error_address: int,
         channel: int,
         timeout_s: float,
-        link: bool = False,
+        link: int = 0,
         epilogue: bool = False,
         control: int | None = None,
     ) -> np.ndarray[tuple[int], np.dtype[np.void]]:

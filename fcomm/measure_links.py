@@ -32,14 +32,16 @@ CPU that others use too a longer sample is interrupted."""
 GUESS_US = {"cuda": 1.5, "cpu": 20.0}
 """One way, beside what an emulated link adds: to choose the number of rounds."""
 TIMEOUT_S = 5.0
+HIDES_US = {"held": 1.0, "forwarded": 5.0}
+"""Latency that hides whatever of the emulation's own time can be hidden, by its form."""
 
 
-def text(call: str, world_size: int, link: bool) -> str:
-    """Source of one of the kernels; link : with an emulated link."""
+def text(call: str, world_size: int, link: int) -> str:
+    """Source of one of the kernels; link : with an emulated link of that form (`Link.compiled`)."""
     lines = [
         f"#define FC_N {world_size}",
         f"#define FC_MAX_THREADS {MAX_THREADS}",
-        *(["#define FC_LINK 1"] if link else []),
+        *([f"#define FC_LINK {int(link)}"] if link else []),
         '#include "measure/pairs.cuh"',
         f"FC_KERNEL(({call}))",
     ]
@@ -114,6 +116,8 @@ class Medium:
         if self._comm.backend.name == "cpu":
             return 64
         sms = int(getattr(self._comm.backend, "sms", 1))
+        if self._linked and self._comm.link is not None:
+            sms //= self._comm.link.blocks(1)  # an SM for each block that forwards
         return int(1 << (min(sms, 64).bit_length() - 1)) * MAX_THREADS
 
     def _latency_us(self) -> float:
@@ -137,7 +141,8 @@ class Medium:
         return np.array(comm.group.allgather(mine), np.int64)
 
     def _launch(self, call: str, shape: LaunchShape, rounds: int, cells: int) -> int:
-        comm, linked = self._comm, self._linked
+        comm, link = self._comm, self._comm.link if self._linked else None
+        form = 0 if link is None else link.compiled
         # A stream goes to and fro between two ranks. Around a ring of more, a rank that has taken a round knows nothing of what the
         # one that it sends to has taken, and two copies of a mailbox would be too few.
         first = comm.rank - comm.rank % 2 if call == STREAM else 0
@@ -146,15 +151,17 @@ class Medium:
             return 0
         n = len(ranks)
         if call not in self._kernels:
-            name = f"{call[4:].split('<')[0]}{'-flag' if 'true' in call else ''}{'-link' if linked else ''}-n{n}"
-            self._kernels[call] = comm.backend.compile(name, text(call, n, linked))
+            name = f"{call[4:].split('<')[0]}{'-flag' if 'true' in call else ''}{('', '-link', '-forwarded')[form]}-n{n}"
+            self._kernels[call] = comm.backend.compile(name, text(call, n, form))
         told = comm.from_host(np.zeros(2 * shape.blocks, np.uint64))
-        params = np.zeros(1, params_dtype(n, linked))
+        params = np.zeros(1, params_dtype(n, form))
         params["rank"], params["slab"], params["in"] = comm.rank - first, ranks, self._region.offset
         params["out"], params["part"] = comm.backend.view(told).address, self._round
         params["nbytes"], params["stride"], params["timeout_ns"] = rounds, cells, int(TIMEOUT_S * 1e9)
-        if linked and comm.link is not None:
-            comm.link.write(params, comm.ticks_per_us, comm.slab_bytes, comm.link_own_us)
+        if link is not None:
+            queues = comm._queues(0, shape.blocks)
+            link.write(params, comm.ticks_per_us, comm.slab_bytes, comm.link_own_us, queues)
+            shape = LaunchShape(link.blocks(shape.blocks), shape.threads)
         launch_once = getattr(comm.backend, "launch_once", None)  # where launches have streams
         if launch_once is None:
             comm.backend.launch(self._kernels[call], shape, params, None)
@@ -175,9 +182,10 @@ def own_us(comm: Communicator) -> float:
     kept = comm.link
     assert kept is not None
     assert comm.link_own_us == 0.0
-    comm.use_link(Link(1.0))
+    asked_us = HIDES_US[kept.form]
+    comm.use_link(Link(asked_us, form=kept.form))
     try:
         added_us = float(np.median(Medium(comm).one_way_us()) - np.median(Medium(comm, linked=False).one_way_us()))
     finally:
         comm.use_link(kept)
-    return max(0.0, added_us - 1.0)
+    return max(0.0, added_us - asked_us)

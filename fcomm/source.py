@@ -62,8 +62,9 @@ class Specialisation:
     """For arrays and messages at multiples of 16 bytes only (compiled in on GPUs; a host's kernel is told at run time)."""
     launch: str = "none"
     """The launch feature, one of `LAUNCHES` (a host's kernel is the same for all)."""
-    link: bool = False
-    """With an emulated link (``link.cuh``), whose latency and bandwidth the kernel is told at run time."""
+    link: int = 0
+    """With an emulated link, whose latency and bandwidth the kernel is told at run time: 1 held (``link.cuh``), 2 forwarded
+    (``forward.cuh``), as `fcomm.links.Link.compiled` says."""
     fused: Fused | None = None
     """The epilogue that is compiled in, if any."""
     variant: str = SHIPPED
@@ -77,7 +78,7 @@ class Specialisation:
         name = f"{self.protocol.name}-{self.dtype.name}-n{self.world_size}{'' if self.aligned else '-any'}"
         name += f"-{self.fused.name}" if self.fused else ""
         name = name if self.launch == "none" else f"{name}-{self.launch}"
-        name = f"{name}-link" if self.link else name
+        name += ("", "-link", "-forwarded")[self.link]
         return name if self.variant == SHIPPED else f"{name}-{self.variant}"
 
     def root_text(self) -> str:
@@ -97,7 +98,7 @@ class Specialisation:
             [
                 f"// {self.name}",
                 *prologue(self.world_size, self.aligned, self.launch, self.max_threads),
-                *(["#define FC_LINK 1"] if self.link else []),
+                *([f"#define FC_LINK {int(self.link)}"] if self.link else []),
                 *([] if fused is None else ["#define FC_EPILOGUE 1"]),
                 *([f"#define FC_VARIANT {variant(self.variant).bits:#x}"] if variant(self.variant).bits else []),
                 *(f'#include "{h}"' for h in headers),

@@ -50,12 +50,16 @@ struct ErrorRecord {
 };
 
 #if FC_LINK
-// The emulated link of a rank (link.cuh), in ticks of the clock that its kernels read.
+// The emulated link of a rank, in ticks of the clock that its kernels read (link.cuh) resp. in nanoseconds (forward.cuh).
 struct Link {
   u64 slab_bytes;  // of every rank
   u64 cost;        // 2^-24 ticks a byte; 0: any bandwidth
   u32 latency;     // ticks
   u32 reserved;
+#if FC_LINK == 2
+  u64 queues;  // address of this channel's Queues
+  u32 jitter, seed;
+#endif
 };
 #endif
 
