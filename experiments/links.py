@@ -37,7 +37,7 @@ from experiments.link_records import (
 from experiments.request import default_ranks, parse_ranks, parse_time
 from experiments.sweep import in_turn, on_root
 from experiments.tables import rows
-from fcomm import Communicator, bootstrap, measure, provenance, settings
+from fcomm import Communicator, bootstrap, links, measure, provenance, settings
 from fcomm.cli import Parser
 from fcomm.communicator import resolve_backend
 from fcomm.errors import ArgumentError
@@ -53,17 +53,26 @@ ACCURACY = 0.05
 BESIDE_MEDIUM = 0.8
 """Of the medium's own bandwidth: an emulated link that is faster than this share of it cannot be told from the medium."""
 MAX_BYTES = 4 << 20
-LATENCIES_US = {"cuda": (0.35, 0.7, 1.0, 2.0), "cpu": (2000.0 / 4, 1000.0)}
-GBPS = {"cuda": (50.0, 150.0, 300.0, 450.0, 900.0), "cpu": (0.005, 0.02)}
-STREAM_LATENCY_US = {"cuda": 0.7, "cpu": 500.0}
-"""What `accuracy` asks for; an emulated GPU is so slow that only a slow link can be told from it."""
+LATENCIES_US = {
+    "held": {"cuda": (0.35, 0.7, 1.0, 2.0), "cpu": (2000.0 / 4, 1000.0)},
+    "forwarded": {"cuda": (1.0, 2.0, 3.0, 5.0), "cpu": (2000.0 / 4, 1000.0)},
+}
+GBPS = {
+    "held": {"cuda": (50.0, 150.0, 300.0, 450.0, 900.0), "cpu": (0.005, 0.02)},
+    "forwarded": {"cuda": (10.0, 25.0, 50.0, 100.0), "cpu": (0.005, 0.02)},
+}
+STREAM_LATENCY_US = {"held": {"cuda": 0.7, "cpu": 500.0}, "forwarded": {"cuda": 3.0, "cpu": 500.0}}
+"""What `accuracy` asks for, by form and backend; an emulated GPU is so slow that only a slow link can be told from it."""
 
 
 # ---- accuracy --------------------------------------------------------------------------------------------------------
 
 
-def accuracy(world: MPI.Intracomm, backend: str, out: Path, samples: int) -> int:
-    """Asks for latencies and bandwidths and measures what is there. Collective; the exit code: 1 where one is off by over 5 %."""
+def accuracy(world: MPI.Intracomm, backend: str, out: Path, samples: int, form: str = "held") -> int:
+    """Asks for latencies and bandwidths and measures what is there. Collective; the exit code: 1 where one is off by over 5 %.
+
+    form : one of `fcomm.links.FORMS`.
+    """
     found: list[dict[str, Any]] = []
 
     def keep(what: str, link: Link | None, values: NDArray[np.float64]) -> float:
@@ -83,6 +92,7 @@ def accuracy(world: MPI.Intracomm, backend: str, out: Path, samples: int) -> int
         medium = Medium(comm)
         real = {form: keep(f"one_way_us.{form}", None, medium.one_way_us(form, samples)) for form in FORMS}
         real_gbps = keep("gbps", None, medium.gbps(samples))
+        real_late = keep("late_us", None, medium.late_us(samples))
     say(world, f"the medium itself: {real['cell']:.3f} us one way, {real_gbps:.0f} GB/s a rank")
     table: list[list[str]] = []
     errors: list[float] = []
@@ -106,45 +116,64 @@ def accuracy(world: MPI.Intracomm, backend: str, out: Path, samples: int) -> int
             ]
         )
 
-    with Communicator(world, backend=backend, max_bytes=MAX_BYTES, model="seed", link=Link(0)) as comm:
+    with Communicator(world, backend=backend, max_bytes=MAX_BYTES, model="seed", link=Link(0, form=form)) as comm:
         medium = Medium(comm)
         rates, own_us = [comm.ticks_per_us], comm.link_own_us
-        ideal = keep("one_way_us.cell", Link(0), medium.one_way_us("cell", samples))
-        for latency_us in LATENCIES_US[backend]:
-            link = Link(latency_us)
+        ideal = keep("one_way_us.cell", Link(0, form=form), medium.one_way_us("cell", samples))
+        stream_us = STREAM_LATENCY_US[form][backend]
+        # What forwards has to take an entry before it can be late with it, and can be the slowest part of a stream.
+        least_us, most_gbps = 0.0, real_gbps
+        if form == "forwarded":
+            comm.use_link(Link(stream_us, form=form))
+            least_us, most_gbps = ideal - real["cell"], keep("gbps", comm.link, medium.gbps(samples))
+            say(world, f"the forwarding itself: {least_us:.3f} us one way, {most_gbps:.3g} GB/s a rank")
+        late: list[str] = []
+        for latency_us in LATENCIES_US[form][backend]:
+            link = Link(latency_us, form=form)
             comm.use_link(link)
             values = medium.one_way_us("cell", samples)
             keep("one_way_us.cell", link, values)
             behind = medium.one_way_us("flag", samples)
             keep("one_way_us.flag", link, behind)
-            row(link, "latency beside the medium's own", latency_us, values - real["cell"], "us")
+            kept = keep("late_us", link, medium.late_us(samples)) - real_late
+            late.append(f"{kept:.3f} us at {latency_us:g} us")
+            hidden = "" if latency_us >= least_us else "not judged: forwarding takes longer"
+            row(link, "latency beside the medium's own", latency_us, values - real["cell"], "us", hidden)
             say(world, " ".join(table[-1]))
             row(link, "the same with a release, 3 latencies", 3 * latency_us, behind - real["flag"], "us", "not judged")
-        for gbps in GBPS[backend]:
-            link = Link(STREAM_LATENCY_US[backend], gbps)
+        for gbps in GBPS[form][backend]:
+            link = Link(stream_us, gbps, form=form)
             comm.use_link(link)
             values = medium.gbps(samples)
             keep("gbps", link, values)
-            slower = gbps <= BESIDE_MEDIUM * real_gbps
+            slower = gbps <= BESIDE_MEDIUM * min(real_gbps, most_gbps)
             row(
                 link,
                 "bandwidth of a rank",
                 gbps,
                 values,
                 "GB/s",
-                "" if slower else "not judged: the medium is no faster",
+                "" if slower else "not judged: the medium, or what forwards, is no faster",
             )
             say(world, " ".join(table[-1]))
-        rates.append(bootstrap.collectively(world, comm.backend.ticks_per_us) if backend == "cuda" else rates[0])
-    worst = max(errors)
+        measured = backend == "cuda" and form == "held"
+        rates.append(bootstrap.collectively(world, comm.backend.ticks_per_us) if measured else rates[0])
+    worst = max(errors, default=float("inf"))
+    in_words = {
+        "held": f"- SM clock: {rates[0]:.1f} ticks a microsecond before, {rates[1]:.1f} after ({100 * (rates[1] / rates[0] - 1):+.2f} %).",
+        "forwarded": (
+            f"- Forwarding without latency and limit takes {1e3 * least_us:.0f} ns one way and lets {most_gbps:.3g} GB/s of a rank through: shorter "
+            "latencies cannot be emulated in this form, nor faster links, and neither is judged."
+        ),
+    }[form]
 
     def report() -> str:
         import pandas as pd
 
-        folder = Folder(out, "accuracy", facts)
+        folder = Folder(out, "accuracy" if form == "held" else f"accuracy-{form}", facts)
         folder.table("samples", pd.DataFrame(found))
         text = "\n".join([
-            f"# Emulated links: asked for and measured\n\n{taken_on(facts)}. {'Medians' if backend == 'cuda' else 'Quickest'} of {samples} samples, with their range.\n",
+            f"# Emulated links ({form}): asked for and measured\n\n{taken_on(facts)}. {'Medians' if backend == 'cuda' else 'Quickest'} of {samples} samples, with their range.\n",
             markdown(["link", "measured", "asked", "found", "range", "unit", "error"], table),
             "",
             (f"- The medium itself: {real['cell']:.3f} us one way ({real['flag']:.3f} us with a release and an acquire), {real_gbps:.0f} GB/s a rank "
@@ -152,7 +181,8 @@ def accuracy(world: MPI.Intracomm, backend: str, out: Path, samples: int) -> int
                 f"{100 * BESIDE_MEDIUM:.0f} % of the latter cannot be told from it, and is not judged."),
             (f"- What the emulation's own instructions add to a store's way, {1e3 * own_us:.0f} ns by a ping-pong when the communicator is made, is "
             f"taken off the latency. A link that is asked for nothing still takes {1e3 * (ideal - real['cell']):.0f} ns."),
-            f"- SM clock: {rates[0]:.1f} ticks a microsecond before, {rates[1]:.1f} after ({100 * (rates[1] / rates[0] - 1):+.2f} %).",
+            f"- A rank that comes late, when its peer's cell is there, is kept by its own store for {', '.join(late)} (a link: not at all).",
+            in_words,
             f"- Worst error: {100 * worst:.1f} %; {'within' if worst <= ACCURACY else 'NOT within'} {100 * ACCURACY:.0f} %.",
             "",
         ])  # fmt: skip
@@ -387,7 +417,12 @@ def parser() -> argparse.ArgumentParser:
             "--out", type=Path, metavar="DIR", default=Path("results"), help="folder for the records (results)"
         )
         one.add_argument("--samples", type=int, metavar="INT", default=7, help="samples of each value, 6 to 1000 (7)")
-        if name != "accuracy":
+        if name == "accuracy":
+            one.add_argument(
+                "--form", choices=links.FORMS, default=links.FORMS[0],
+                help="of the emulation: the sender is held back, or blocks of their own forward (held)",
+            )  # fmt: skip
+        else:
             one.add_argument(
                 "--ranks", metavar="LIST", help="rank counts: 2,4 (2, 4 and 8, as far as ranks were started)"
             )
@@ -416,7 +451,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with nullcontext() if on_cpu else mps.mps_for_ranks(world):  # before any rank uses CUDA
         backend = resolve_backend(args.backend, world)
         if args.command == "accuracy":
-            return accuracy(world, backend, args.out, args.samples)
+            return accuracy(world, backend, args.out, args.samples, args.form)
         ranks = default_ranks(min(world.size, 8)) if args.ranks is None else parse_ranks(args.ranks, world.size)
         if min(ranks) < 2:
             raise ArgumentError(f"--ranks {args.ranks}: a link lies between ranks, so there are at least two")

@@ -55,7 +55,9 @@ class Link:
         if self.form not in FORMS:
             raise ArgumentError(f"a link's form is one of {', '.join(FORMS)}, not {self.form!r}")
         if self.form != "forwarded" and (self.jitter_us or self.seed):
-            raise ArgumentError("a link has jitter_us and seed with form=forwarded only: the other form keeps the order")
+            raise ArgumentError(
+                "a link has jitter_us and seed with form=forwarded only: the other form keeps the order"
+            )
         if not 0 <= self.jitter_us <= MOST_LATENCY_US:
             raise ArgumentError(
                 f"a link's jitter_us is between 0 and {MOST_LATENCY_US:g} microseconds, not {self.jitter_us:g}"
@@ -154,5 +156,8 @@ def parse(text: str) -> Link:
     gbps = float(values["gbps"]) if "gbps" in values else None
     link = preset or Link(float(values.get("latency_us", 0.0)), gbps)
     return replace(
-        link, form=values.get("form", FORMS[0]), jitter_us=float(values.get("jitter_us", 0.0)), seed=int(values.get("seed", 0))
+        link,
+        form=values.get("form", FORMS[0]),
+        jitter_us=float(values.get("jitter_us", 0.0)),
+        seed=int(values.get("seed", 0)),
     )

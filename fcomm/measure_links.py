@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 FORMS = {"cell": "fc::ping_pong<false>", "flag": "fc::ping_pong<true>"}
 """Ping-pongs: evidence in the cell that it vouches for (ll and its kin), or behind it, with a release and an acquire (flag)."""
 STREAM = "fc::stream"
+LATE = "fc::come_late"
 MOST_ROUNDS = 400
 ROUNDS_US = 1500.0
 """What the rounds of one sample may take: an emulated link is exact for a few milliseconds of a block's life on a GPU, and on a
@@ -76,6 +77,14 @@ class Medium:
         rounds = self._rounds(2 * guess)
         taken = [self._run(FORMS[form], LaunchShape(1, 32), rounds, 0) for _ in range(samples + 1)]
         return np.sort([ns[0] / (2e3 * rounds) for ns in taken[1:]])
+
+    def late_us(self, samples: int = 7) -> NDArray[np.float64]:
+        """Microseconds that a rank takes to send a cell and to look at one that was there before: nothing of it is the medium's. An
+        emulation that has the sender wait adds a latency. Shape (samples,), the quickest first, alike on all ranks.
+        """
+        rounds = self._rounds(2 * (GUESS_US[self._comm.backend.name] + self._latency_us()))
+        taken = [self._run(LATE, LaunchShape(1, 32), rounds, 0) for _ in range(samples + 1)]
+        return np.sort([ns[1] / (1e3 * rounds) for ns in taken[1:]])
 
     def round_us(self, cells: int, samples: int = 7) -> NDArray[np.float64]:
         """Microseconds of one round in which every rank sends so many 16-byte cells to another one and looks for as many (ranks 0 and

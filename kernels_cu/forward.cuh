@@ -15,7 +15,7 @@
 //
 // A queue is a ring of kRing entries with one writing and one reading block. An entry's index is counted through all calls; it
 // lies at the index modulo kRing and carries, in each of its two cells, how often the ring had gone round: its evidence. What lay
-// there before is of exactly one round less, so nothing is ever cleared, and 24 bits of it do. A cell is 16 bytes and not
+// there before is of exactly one round before, so nothing is ever cleared. A cell is 16 bytes and not
 // torn, so cell and evidence need no order. The reader, when it has an entry in registers, says so in `taken`, which the
 // writer of the entry one round later looks at. At the end of a grid its queues are empty.
 //
@@ -34,12 +34,12 @@
 
 namespace fc {
 
-// Three kinds of store and a mark.
-// kRelease: forwarded when all entries of lower index were, but for releases of the same instruction, and with release. A store that precedes the kernel's release in
-//   causality order is one of the same thread, or of its block behind a barrier, and so has a lower index. The chain is: the
-//   store; the fence and the word of `low` by which its forwarding thread says so; the releasing thread's look at that word;
-//   its release; the peer's acquire. What the kernel's thread had seen of others comes along by the fence before its entry and
-//   the one in the release.
+// Kinds of store, and a mark.
+// kRelease: forwarded, with release, when all entries of lower index were, but for those of the same instruction, which have no
+//   order. A store that precedes the kernel's release in causality order is one of the same thread or, before a barrier, of its
+//   block, and so has a lower index. The chain is: the store; the fence and the word of `low` by which its forwarding thread
+//   says so; the releasing thread's look at that word; its release; the peer's acquire. What the kernel's thread had seen of
+//   others comes along by the fence before its entry and the one in the release.
 // kFenced: a relaxed store behind a fence_sys(). The kernel's fence, the entry, the look at the entry and a fence before the
 //   store carry on what the kernel's fence covers.
 // kLine: eight entries in a row at an index that eight divides, hence in eight neighbouring lanes.
@@ -172,7 +172,8 @@ FC_DEVICE LinkGrid link_grid() { return LinkGrid{gridDim.x / 2}; }
 #endif
 
 FC_DEVICE Queue* link_queue(const LinkState& s) { return reinterpret_cast<Queue*>(s.queue); }
-FC_DEVICE u32 link_round(u32 index) { return (index / kRing + 1) & 0xffffffu; }
+// Never that of what lies there: a whole ring, of indices that count modulo 2^32, divides that.
+FC_DEVICE u32 link_round(u32 index) { return index / kRing + 1; }
 
 // Before anything of a kernel; true for a block that works. Reads the argument alone, so it may come before launch_wait().
 FC_DEVICE bool link_begin(const Params& p) {
@@ -192,7 +193,6 @@ FC_DEVICE bool link_begin(const Params& p) {
   }
   s.base[me] = s.fenced[me] = s.lag[me] = 0;
   s.low[me] = me;
-  s.arrived[me] = u32(now_ns()) - 0x80000000u;  // long ago
   raw::block_barrier();
   return blockIdx.x < gridDim.x;
 }
@@ -226,7 +226,7 @@ FC_DEVICE void link_put(LinkState& s, u32 at, Cell c, u32 where, u32 stamp, u32 
   }
   const u32 index = s.base[me] + at, round = link_round(index);
   if (at >= kRing) {
-    while (ld_relaxed_gpu(&q->taken[index % kRing]) != ((round - 1) & 0xffffffu)) spin_pause();
+    while (ld_relaxed_gpu(&q->taken[index % kRing]) != link_round(index - kRing)) spin_pause();
   }
   Entry* e = &q->entry[index % kRing];
   raw::st_relaxed_sys(&e->first, Cell{{c.w[0], c.w[1], c.w[2], round}});
@@ -318,7 +318,8 @@ FC_DEVICE u32 link_lowest(const LinkState& s) {
 FC_DEVICE u32 link_latest(const LinkState& s, u32 now) {
   u32 latest = 0xffffffffu;
   for (u32 t = link_looker(); t < blockDim.x; t += kLookers) {
-    const u32 age = now - *static_cast<const volatile u32*>(s.arrived + t);
+    const int since = int(now - *static_cast<const volatile u32*>(s.arrived + t));
+    const u32 age = since > 0 ? u32(since) : 0;  // another warp's may be later than this one's look at the clock
     if (*static_cast<const volatile u32*>(s.low + t) != t && age < latest) latest = age;
   }
   return link_min(latest);
@@ -379,7 +380,7 @@ FC_DEVICE void link_forward(const Params& p) {
       if (release) {
         const bool behind = all_below + h.entry.first.w[1] >= lowest;
         if (behind && !h.acknowledged) {
-          if (now - age + 2 * s.latency > h.due) h.due = now - age + 2 * s.latency;
+          if (age != kAll && now - age + 2 * s.latency > h.due) h.due = now - age + 2 * s.latency;
           h.acknowledged = true;
         }
         go = behind && now >= h.due;

@@ -90,6 +90,34 @@ FC_DEVICE void stream(const Params& p) {
   if (threadIdx.x == 0) told[0] = now_ns() - started;
 }
 
+// Rank 1 comes late: what rank 0 sent is there. Then it sends, looks, and has what it needs. out[0]: the nanoseconds of that
+// alone, in all rounds; a link takes no part in them. One thread each.
+FC_DEVICE void come_late(const Params& p) {
+  if (p.rank > 1 || threadIdx.x != 0 || blockIdx.x != 0) return;
+  u64* told = reinterpret_cast<u64*>(p.out);
+  Cell* theirs = reinterpret_cast<Cell*>(p.slab[1 - p.rank] + p.in);
+  const Cell* mine = reinterpret_cast<const Cell*>(p.slab[p.rank] + p.in);
+  const u64 end_ns = now_ns() + p.timeout_ns;
+  u64 spent = 0;
+  for (u32 k = 0; k <= u32(p.nbytes); k++) {
+    const u32 e = u32(p.part) + k;
+    if (p.rank == 0) st_relaxed_sys(theirs, Cell{{e, e, e, e}});
+    for (u32 polls = 1; ld_relaxed_sys(mine).w[0] != e; polls++) {
+      if (polls % 256 == 0 && now_ns() > end_ns) {
+        told[1] = 1;
+        return;
+      }
+      spin_pause();
+    }
+    if (p.rank == 0) continue;
+    const u64 from = now_ns();
+    st_relaxed_sys(theirs, Cell{{e, e, e, e}});
+    if (ld_relaxed_sys(mine).w[3] != e) told[1] = 1;
+    if (k > 0) spent += now_ns() - from;
+  }
+  told[0] = spent;
+}
+
 // Ticks of this SM's clock in about nbytes nanoseconds: out[0] nanoseconds, out[1] ticks. The timer moves in steps of up to a
 // microsecond, so it is read where it steps.
 FC_DEVICE void clock_rate(const Params& p) {
