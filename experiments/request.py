@@ -195,7 +195,8 @@ def parser() -> argparse.ArgumentParser:
         "--link",
         metavar="LINK",
         help="emulate a slower link between the ranks: latency_us=0.7,gbps=450, or one of "
-        f"{', '.join(links.PRESETS)} (docs/links.md) (none)",
+        f"{', '.join(links.PRESETS)}; behind it form=forwarded[,jitter_us=2,seed=1] for the form that "
+        "forwards (docs/links.md) (none)",
     )
     p.add_argument(
         "--placement",

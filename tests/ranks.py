@@ -1192,6 +1192,26 @@ def an_emulated_link_changes_no_bit(comm: fcomm.Communicator) -> None:
     assert "'fast' is not a link" in same, same
 
 
+@case
+def a_link_that_forwards_out_of_order_changes_no_bit(comm: fcomm.Communicator) -> None:
+    """Late, at a limited rate and in another order each time: for encodings of each kind, both phases, all collectives."""
+    on_cpu = comm.backend.name == "cpu"
+    if comm.world_size == 1 or (on_cpu and comm.world_size > 2):
+        return  # nothing goes over a link; each kernel is compiled for it anew
+    link = Link(20.0, 0.5 if on_cpu else 50.0, "forwarded", jitter_us=50.0, seed=1)
+    with make(comm, link=link) as other:
+        names = ("two_shot.lamport16+ll128", "two_shot.flag", "barrier.two_shot")
+        for name in names if on_cpu else (*names, "one_shot.ll", "one_shot.lamport"):
+            for k, count in enumerate((1, 40001, 1001)):  # the second one in pieces, and with rings that go round
+                other.use_link(replace(link, seed=k))
+                reduce_once(other, name, DTYPES[0], count, (67, k), in_place=k == 2)
+        if not on_cpu:
+            gather_once(other, "all_gather.ll16", [random_bytes((68,), r, 1000) for r in range(comm.world_size)])
+            scatter_once(other, "reduce_scatter.ll", DTYPES[0], 1001, (69,))
+        with refused("links of form forwarded, not held"):
+            other.use_link(Link(1.0))
+
+
 # ---- epilogues ------------------------------------------------------------------------------------------------------
 
 

@@ -29,7 +29,7 @@ from fcomm.protocols import protocol
 from fcomm.source import LAUNCHES, Specialisation
 from tests import ranks
 from tests.gpu.prewarm import TRIGGERED, kernels
-from tests.ranks import Case, make, poisoned, reducing, refused
+from tests.ranks import Case, make, poisoned, reduce_once, reducing, refused
 
 CASES: dict[str, Case] = {}
 CASE_LIMIT_S = 60
@@ -152,6 +152,58 @@ def an_emulated_link_is_as_slow_as_asked(comm: fcomm.Communicator) -> None:
         other.use_link(Link(5))
         added = float(np.median(Medium(other).one_way_us())) - real
         assert abs(added / 5 - 1) < 0.05, (real, added)
+
+
+FORWARDED = (
+    "one_shot.ll", "one_shot.flag", "one_shot.ll128", "two_shot.lamport", "two_shot.flag", "two_shot.lamport16+ll128",
+)  # fmt: skip
+
+
+@case
+def a_link_that_forwards_keeps_the_contract_in_any_order(comm: fcomm.Communicator) -> None:
+    """Each store up to 20 us later than another: replays of a graph in dependent launch, eager calls, late ranks, a hang."""
+    from fcomm.links import Link
+
+    if comm.world_size == 1 or comm.backend.describe()["time_sliced"]:
+        return
+    link = Link(2.0, 100.0, "forwarded", jitter_us=20.0)
+    options: dict[str, Any] = {"backend": "cuda", "max_bytes": 1 << 16, "timeout_s": 2, "link": link}
+    with fcomm.Communicator(comm.mpi, dependent_launch="late", **options) as other:
+        admitted = other.admitted("bfloat16")
+        names = [name for name in FORWARDED if admitted[name] is None]
+        counts = [1, 500, 9001, 32768]
+        graph = Captured(other, [(name, "bfloat16", count) for name in names for count in counts], seed=78)
+        for k in range(5):
+            graph.replay(k)
+        for k in range(30):  # links of other seeds, one rank late
+            other.use_link(replace(link, seed=k))
+            if k % comm.world_size == comm.rank:
+                time.sleep(2e-4)
+            reduce_once(other, names[k % len(names)], "bfloat16", counts[k % 3], (79, k))
+        if comm.rank != 0:
+            with ranks.refused("gave up waiting for rank"):
+                other.all_reduce(other.from_host(np.ones(100, np.float32)), protocol="one_shot.ll")
+                other.backend.synchronize()
+                other.check()
+        other.reset()
+        graph.replay(5)
+
+
+@case
+def a_link_that_forwards_is_late_and_holds_nobody(comm: fcomm.Communicator) -> None:
+    """The latency asked for, beside the medium's own; and none for a rank whose peer's data are there."""
+    from fcomm.links import Link
+    from fcomm.measure_links import Medium
+
+    if comm.world_size == 1 or comm.backend.describe()["time_sliced"]:
+        return
+    real = float(np.median(Medium(comm).one_way_us()))
+    link = Link(5.0, form="forwarded")
+    with fcomm.Communicator(comm.mpi, backend="cuda", max_bytes=1 << 16, link=link) as other:
+        added = float(np.median(Medium(other).one_way_us())) - real
+        assert abs(added / 5 - 1) < 0.05, (real, added)
+        late = float(np.median(Medium(other).late_us()))
+        assert late < 2.5, late
 
 
 # ---- set-up ---------------------------------------------------------------------------------------------------------
