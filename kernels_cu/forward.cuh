@@ -198,11 +198,13 @@ FC_DEVICE bool link_begin(const Params& p) {
 }
 
 // Behind everything of a working block; all its threads come here, whatever they returned from.
-FC_DEVICE void link_end() {
-  raw::block_barrier();  // all entries have their index
-  LinkState& s = link_state();
-  if (threadIdx.x == 0) st_relaxed_gpu(&link_queue(s)->head.closing, s.count + 1);
-}
+struct LinkEnd {
+  FC_DEVICE ~LinkEnd() {
+    raw::block_barrier();  // all entries have their index
+    LinkState& s = link_state();
+    if (threadIdx.x == 0) st_relaxed_gpu(&link_queue(s)->head.closing, s.count + 1);
+  }
+};
 
 // ---- the end of the working block -----------------------------------------------------------------------------------------
 
@@ -357,7 +359,7 @@ FC_DEVICE u32 link_chance(u32 seed, u32 index, u32 most) {
 
 // A block that is a link. Thread t forwards the entries t, t + blockDim, ... of the call, each of its own in that order; those of
 // different threads overtake each other, as their times and the jitter have it.
-FC_DEVICE void link_forward(const Params& p) {
+FC_LINK_CALLED void link_forward(const Params& p) {
   launch_wait();  // before it the queue is the grid's before
   LinkState& s = link_state();
   Queue* q = link_queue(s);

@@ -167,7 +167,6 @@ FC_DEVICE void link_load(const void* p, u32 bytes) {
 }
 
 // ---- the words of primitives.cuh, with the link in front ------------------------------------------------------------------
-using raw::fence_sys;
 FC_DEVICE Cell ld_relaxed_sys(const Cell* p) {
   link_load(p, 16);
   return raw::ld_relaxed_sys(p);

@@ -13,25 +13,21 @@
 #define FC_LINK_RAW_BEGIN namespace raw {
 #define FC_LINK_RAW_END   }
 #define FC_RAW            raw::
+#if FC_LINK == 2
+#define FC_LINK_BEGIN(p)    \
+  if (!fc::link_begin(p)) { \
+    fc::link_forward(p);    \
+    return;                 \
+  }                         \
+  const fc::LinkEnd link_end_
+#else
+#define FC_LINK_BEGIN(p) fc::link_begin(p)
+#endif
 #else
 #define FC_LINK_RAW_BEGIN
 #define FC_LINK_RAW_END
+#define FC_LINK_BEGIN(p) (void)0
 #define FC_RAW
-#endif
-#if FC_LINK == 2
-#define FC_RUN(call, p)    \
-  if (fc::link_begin(p)) { \
-    call(p);               \
-    fc::link_end();        \
-  } else {                 \
-    fc::link_forward(p);   \
-  }
-#elif FC_LINK
-#define FC_RUN(call, p) \
-  fc::link_begin(p);    \
-  call(p);
-#else
-#define FC_RUN(call, p) call(p);
 #endif
 
 #if defined(FC_CPU)
@@ -101,10 +97,16 @@ FC_DEVICE void st_release_sys(u32* p, u32 v) {
 // lanes; the host version needs it to order the lanes, here the instruction itself is the line (assumption A2).
 FC_DEVICE void st_relaxed_sys_line(Cell* p, Cell c, u32 /*mask*/) { st_relaxed_sys(p, c); }
 FC_DEVICE Cell ld_relaxed_sys_line(const Cell* p, u32 /*mask*/) { return ld_relaxed_sys(p); }
+FC_LINK_RAW_END
 
 // Orders what this thread has seen, by relaxed loads, before what it stores from here on, for whoever sees that.
+#if FC_LINK == 2
+namespace raw {
+#endif
 FC_DEVICE void fence_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
-FC_LINK_RAW_END
+#if FC_LINK == 2
+}
+#endif
 
 // ---- rank-local words -----------------------------------------------------------------------------------------------
 // Relaxed at GPU scope: the words are shared by the blocks of one grid, and grids are ordered by the kernel boundary.
@@ -340,13 +342,15 @@ FC_DEVICE float block_tree_sum(const Params&, const float (&leaf)[kCells], u32 t
 
 #define FC_KERNEL(call)                                                                                             \
   extern "C" __global__ void __launch_bounds__(FC_MAX_THREADS, 1) fc_kernel(const __grid_constant__ fc::Params p) { \
-    FC_RUN(call, p)                                                                                                 \
+    FC_LINK_BEGIN(p);                                                                                               \
+    call(p);                                                                                                        \
   }
 
 #endif
 
+#if FC_LINK == 1
+#include "link.cuh"
+#endif
 #if FC_LINK == 2
 #include "forward.cuh"
-#elif FC_LINK
-#include "link.cuh"
 #endif

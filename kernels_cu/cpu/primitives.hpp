@@ -144,8 +144,14 @@ FC_DEVICE Cell ld_relaxed_sys_line(const Cell* p, u32 mask) {
   if (!flag_lane) c = ld_relaxed_sys(p);
   return c;
 }
-FC_DEVICE void fence_sys() { __atomic_thread_fence(__ATOMIC_ACQ_REL); }
 FC_LINK_RAW_END
+#if FC_LINK == 2
+namespace raw {
+#endif
+FC_DEVICE void fence_sys() { __atomic_thread_fence(__ATOMIC_ACQ_REL); }
+#if FC_LINK == 2
+}
+#endif
 
 // ---- rank-local words -----------------------------------------------------------------------------------------------
 struct EpochWords {
@@ -203,8 +209,8 @@ struct FloatMode {
 
 #define FC_KERNEL(call)                                                                                 \
   static void fc_body(const void* p) {                                                                  \
-    const fc::Params& params = *static_cast<const fc::Params*>(p);                                      \
-    FC_RUN(call, params)                                                                                \
+    FC_LINK_BEGIN(*static_cast<const fc::Params*>(p));                                                  \
+    call(*static_cast<const fc::Params*>(p));                                                           \
   }                                                                                                     \
   extern "C" __attribute__((visibility("default"))) int fc_launch(const fc::Params* p, unsigned blocks, \
                                                                   unsigned threads) {                   \

@@ -133,7 +133,7 @@ static void words(const Params& p) {
 }
 
 #define ENTRY(name)                                                                              \\
-  static void body_##name(const void* p) { const Params& q = *static_cast<const Params*>(p); FC_RUN(name, q) } \\
+  static void body_##name(const void* p) { const Params& q = *static_cast<const Params*>(p); FC_LINK_BEGIN(q); name(q); } \\
   extern "C" int run_##name(const Params* p, unsigned blocks, unsigned threads) {                 \\
     started = clock_now; wrong = 0;                                                              \\
     return fc_cpu::run_grid(2 * blocks, threads, body_##name, p);                                 \\
