@@ -92,7 +92,6 @@ def accuracy(world: MPI.Intracomm, backend: str, out: Path, samples: int, form: 
         medium = Medium(comm)
         real = {form: keep(f"one_way_us.{form}", None, medium.one_way_us(form, samples)) for form in FORMS}
         real_gbps = keep("gbps", None, medium.gbps(samples))
-        real_late = keep("late_us", None, medium.late_us(samples))
     say(world, f"the medium itself: {real['cell']:.3f} us one way, {real_gbps:.0f} GB/s a rank")
     table: list[list[str]] = []
     errors: list[float] = []
@@ -135,7 +134,7 @@ def accuracy(world: MPI.Intracomm, backend: str, out: Path, samples: int, form: 
             keep("one_way_us.cell", link, values)
             behind = medium.one_way_us("flag", samples)
             keep("one_way_us.flag", link, behind)
-            kept = keep("late_us", link, medium.late_us(samples)) - real_late
+            kept = keep("late_us", link, medium.late_us(samples))
             late.append(f"{kept:.3f} us at {latency_us:g} us")
             hidden = "" if latency_us >= least_us else "not judged: forwarding takes longer"
             row(link, "latency beside the medium's own", latency_us, values - real["cell"], "us", hidden)
@@ -181,7 +180,7 @@ def accuracy(world: MPI.Intracomm, backend: str, out: Path, samples: int, form: 
                 f"{100 * BESIDE_MEDIUM:.0f} % of the latter cannot be told from it, and is not judged."),
             (f"- What the emulation's own instructions add to a store's way, {1e3 * own_us:.0f} ns by a ping-pong when the communicator is made, is "
             f"taken off the latency. A link that is asked for nothing still takes {1e3 * (ideal - real['cell']):.0f} ns."),
-            f"- A rank that comes late, when its peer's cell is there, is kept by its own store for {', '.join(late)} (a link: not at all).",
+            f"- A rank that comes late, when its peer's cell is there, has sent its own and looked at that one after {', '.join(late)} (nothing of it is a link's).",
             in_words,
             f"- Worst error: {100 * worst:.1f} %; {'within' if worst <= ACCURACY else 'NOT within'} {100 * ACCURACY:.0f} %.",
             "",

@@ -136,7 +136,9 @@ class Plan:
         if operands is not None:
             fused = Fused(operands.epilogue, cells_held(row_cells, max(wanted.threads, 1)) if row_bytes else 0)
         linked = comm.link_compiled
-        spec = Specialisation(proto, element, comm.world_size, aligned, comm.dependent_launch, linked, fused, comm.variant)
+        spec = Specialisation(
+            proto, element, comm.world_size, aligned, comm.dependent_launch, linked, fused, comm.variant
+        )
         self.kernel = comm.backend.kernel(spec)
         _check_shape(wanted, spec.max_threads)
         # Each channel may have a grid running, and one that is let in before that is complete needs room of its own. A baseline

@@ -79,9 +79,12 @@ class Medium:
         return np.sort([ns[0] / (2e3 * rounds) for ns in taken[1:]])
 
     def late_us(self, samples: int = 7) -> NDArray[np.float64]:
-        """Microseconds that a rank takes to send a cell and to look at one that was there before: nothing of it is the medium's. An
+        """Microseconds that a rank takes to send a cell and to look at one that was there before: nothing of it is a link's. An
         emulation that has the sender wait adds a latency. Shape (samples,), the quickest first, alike on all ranks.
+        `ArgumentError` without an emulated link.
         """
+        if not self._linked:
+            raise ArgumentError("what an emulation adds to a late rank is measured with an emulated link only")
         rounds = self._rounds(2 * (GUESS_US[self._comm.backend.name] + self._latency_us()))
         taken = [self._run(LATE, LaunchShape(1, 32), rounds, 0) for _ in range(samples + 1)]
         return np.sort([ns[1] / (1e3 * rounds) for ns in taken[1:]])
@@ -160,7 +163,9 @@ class Medium:
             return 0
         n = len(ranks)
         if call not in self._kernels:
-            name = f"{call[4:].split('<')[0]}{'-flag' if 'true' in call else ''}{('', '-link', '-forwarded')[form]}-n{n}"
+            name = (
+                f"{call[4:].split('<')[0]}{'-flag' if 'true' in call else ''}{('', '-link', '-forwarded')[form]}-n{n}"
+            )
             self._kernels[call] = comm.backend.compile(name, text(call, n, form))
         told = comm.from_host(np.zeros(2 * shape.blocks, np.uint64))
         params = np.zeros(1, params_dtype(n, form))

@@ -90,6 +90,7 @@ FC_DEVICE void stream(const Params& p) {
   if (threadIdx.x == 0) told[0] = now_ns() - started;
 }
 
+#if FC_LINK
 // Rank 1 comes late: what rank 0 sent is there. Then it sends, looks, and has what it needs. out[0]: the nanoseconds of that
 // alone, in all rounds; a link takes no part in them. One thread each.
 FC_DEVICE void come_late(const Params& p) {
@@ -117,6 +118,7 @@ FC_DEVICE void come_late(const Params& p) {
   }
   told[0] = spent;
 }
+#endif
 
 // Ticks of this SM's clock in about nbytes nanoseconds: out[0] nanoseconds, out[1] ticks. The timer moves in steps of up to a
 // microsecond, so it is read where it steps.
