@@ -59,9 +59,9 @@ LATENCIES_US = {
 }
 GBPS = {
     "held": {"cuda": (50.0, 150.0, 300.0, 450.0, 900.0), "cpu": (0.005, 0.02)},
-    "forwarded": {"cuda": (10.0, 25.0, 50.0, 100.0), "cpu": (0.005, 0.02)},
+    "forwarded": {"cuda": (10.0, 25.0, 50.0, 100.0), "cpu": (0.002, 0.005)},
 }
-STREAM_LATENCY_US = {"held": {"cuda": 0.7, "cpu": 500.0}, "forwarded": {"cuda": 3.0, "cpu": 500.0}}
+STREAM_LATENCY_US = {"held": {"cuda": 0.7, "cpu": 500.0}, "forwarded": {"cuda": 3.0, "cpu": 100.0}}
 """What `accuracy` asks for, by form and backend; an emulated GPU is so slow that only a slow link can be told from it."""
 
 

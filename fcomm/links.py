@@ -141,6 +141,8 @@ def parse(text: str) -> Link:
     """
     first, *rest = (item.strip() for item in text.split(","))
     preset = PRESETS.get(first)
+    if preset is not None and not rest:
+        return preset
     values: dict[str, str] = {}
     for item in [first, *rest] if preset is None else rest:
         found = re.fullmatch(

@@ -103,8 +103,13 @@ class Medium:
     def gbps(self, samples: int = 7) -> NDArray[np.float64]:
         """10^9 bytes a second that one rank sends while all do: the slope between rounds of few cells and of many, of the quickest
         rounds first; shape (samples,), alike on all ranks.
+
+        Of a link that forwards: of rounds of many alone. Nobody is held there, so threads are in different rounds, and as long as one
+        of them has something on the link it is busy: its rate is that of the whole.
         """
         few, many = self.stream_cells()
+        if self._linked and self._comm.link is not None and self._comm.link.forwarded:
+            return many * CELL_BYTES / (np.sort(self.round_us(many, samples)) * 1e3)
         more_us = np.sort(self.round_us(many, samples)) - np.sort(self.round_us(few, samples))
         return (many - few) * CELL_BYTES / (np.maximum(more_us, 1e-6) * 1e3)
 

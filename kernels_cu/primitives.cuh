@@ -7,8 +7,8 @@
 #pragma once
 #include "params.cuh"
 
-// With an emulated link the words that it has to do with are `raw`, and it has words of the same names: FC_LINK 1 (link.cuh)
-// holds the sender back, FC_LINK 2 (forward.cuh) has blocks that forward.
+// With an emulated link the words that it has to do with are `raw`, and it has words of the same names. FC_LINK is 1 for
+// link.cuh, which holds the sender back, and 2 for forward.cuh, which has blocks that forward.
 #if FC_LINK
 #define FC_LINK_RAW_BEGIN namespace raw {
 #define FC_LINK_RAW_END   }
