@@ -283,16 +283,17 @@ FC_LINK_CALLED void link_answer(u64 asked) {
   s.lag[threadIdx.x] = u32(now_ns() - asked);
 }
 // Whether a load has to be asked for; a look at the own slab is one that the thread waits for.
-FC_DEVICE bool link_asks(const void* p) {
+FC_LINK_CALLED bool link_asks(const void* p) {
   LinkState& s = link_state();
   const u32 owner = link_owner(s, p);
   if (owner == s.rank) s.lag[threadIdx.x] = 0;
   return owner != s.rank && owner != FC_N;
 }
-FC_DEVICE bool link_sends(const void* p, u32* peer) {
+// Whose slab a store goes to that has to be sent; FC_N for one that is made at once.
+FC_LINK_CALLED u32 link_sends(const void* p) {
   LinkState& s = link_state();
-  *peer = link_owner(s, p);
-  return *peer != s.rank && *peer != FC_N;
+  const u32 owner = link_owner(s, p);
+  return owner == s.rank ? FC_N : owner;
 }
 
 // ---- the end of the link --------------------------------------------------------------------------------------------------
@@ -490,24 +491,24 @@ FC_DEVICE Cell ld_relaxed_sys_line(const Cell* p, u32 mask) {  // of the own sla
   return raw::ld_relaxed_sys_line(p, mask);
 }
 FC_DEVICE void st_relaxed_sys(Cell* p, Cell c) {
-  u32 peer;
-  if (link_sends(p, &peer)) {
+  const u32 peer = link_sends(p);
+  if (peer != FC_N) {
     link_send(p, c, kCell, peer);
   } else {
     raw::st_relaxed_sys(p, c);
   }
 }
 FC_DEVICE void st_relaxed_sys(u32* p, u32 v) {
-  u32 peer;
-  if (link_sends(p, &peer)) {
+  const u32 peer = link_sends(p);
+  if (peer != FC_N) {
     link_send(reinterpret_cast<Cell*>(p), Cell{{v, 0, 0, 0}}, kWord, peer);
   } else {
     raw::st_relaxed_sys(p, v);
   }
 }
 FC_DEVICE void st_release_sys(u32* p, u32 v) {
-  u32 peer;
-  if (link_sends(p, &peer)) {
+  const u32 peer = link_sends(p);
+  if (peer != FC_N) {
     raw::fence_sys();  // what this thread has seen before the entry
     link_send(reinterpret_cast<Cell*>(p), Cell{{v, 0, 0, 0}}, kRelease, peer);
   } else {
@@ -515,8 +516,8 @@ FC_DEVICE void st_release_sys(u32* p, u32 v) {
   }
 }
 FC_DEVICE void st_relaxed_sys_line(Cell* p, Cell c, u32 mask) {
-  u32 peer;
-  if (link_sends(p, &peer)) {
+  const u32 peer = link_sends(p);
+  if (peer != FC_N) {
     group_sync(mask);
     link_send_line(p, c, mask, peer);
   } else {
