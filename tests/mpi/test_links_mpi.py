@@ -45,9 +45,9 @@ def test_map_on_the_cpu_backend(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("command", ["accuracy", "host"])
-def test_other_commands_on_the_cpu_backend(command: str, tmp_path: Path) -> None:
-    args = ["-m", "experiments.links", command, "--backend", "cpu", "--samples", "6", "--out", str(tmp_path)]
+@pytest.mark.parametrize(("command", "more"), [("accuracy", []), ("accuracy", ["--form", "forwarded"]), ("host", [])])
+def test_other_commands_on_the_cpu_backend(command: str, more: list[str], tmp_path: Path) -> None:
+    args = ["-m", "experiments.links", command, *more, "--backend", "cpu", "--samples", "6", "--out", str(tmp_path)]
     done = launch.mpirun(2, args, timeout=120)
     assert done.returncode in ((0, 1) if command == "accuracy" else (0,)), (
         done.stderr
@@ -69,6 +69,7 @@ def test_other_commands_on_the_cpu_backend(command: str, tmp_path: Path) -> None
         (["host", "--ranks", "1"], "a link lies between ranks"),
         (["map", "--budget", "soon"], "'soon' is not a time"),
         (["maps"], "invalid choice: 'maps'"),
+        (["accuracy", "--form", "fast"], "invalid choice: 'fast' (choose from"),
     ],
 )
 def test_bad_input_is_one_sentence(args: list[str], words: str) -> None:
@@ -82,6 +83,8 @@ def test_a_sweep_with_a_link_or_a_placement() -> None:
     options = parser()
     asked = build_request(options.parse_args(["--link", "nvlink4", "--placement", "host"]), 2)
     assert (asked.link, asked.placement) == ("latency_us=0.7,gbps=450", "host")
+    asked = build_request(options.parse_args(["--link", "nvlink4,form=forwarded,seed=1"]), 2)
+    assert asked.link == "latency_us=0.7,gbps=450,form=forwarded,seed=1"
     plain = build_request(options.parse_args([]), 2)
     assert (plain.link, plain.placement) == ("", "device")
     with pytest.raises(ArgumentError, match="'fast' is not a link"):

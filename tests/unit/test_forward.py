@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 from numpy.typing import NDArray
 
-from fcomm import links
+from fcomm import Communicator, links
 from fcomm.dtypes import BFLOAT16
 from fcomm.errors import ArgumentError, SetupError
 from fcomm.layout import params_dtype
@@ -51,6 +52,12 @@ def test_nonsense_is_one_sentence(text: str, words: str) -> None:
     with pytest.raises(ArgumentError, match=words) as caught:
         links.parse(text)
     assert "\n" not in str(caught.value)
+
+
+def test_slabs_that_an_entry_cannot_reach_are_refused() -> None:
+    """Before anything is allocated."""
+    with pytest.raises(ArgumentError, match=r"slabs of .. GiB are too large for a link that forwards, .* up to 16 GiB"):
+        Communicator(MPI.COMM_SELF, backend="cpu", max_bytes=400 << 20, channels=4, link="nvlink4,form=forwarded")
 
 
 # ---- what it does ----------------------------------------------------------------------------------------------------
