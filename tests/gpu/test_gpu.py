@@ -56,7 +56,9 @@ ONCE = {
     )
 }
 """Cases that take long with many ranks on one GPU, or that have to do with the host alone: for two ranks only."""
-NAMES = [*cases.CASES, *ranks.CASES]
+FORWARDING = [name for name in (*cases.CASES, *ranks.CASES) if name.startswith("a_link_that_forwards")]
+"""Of the second form of link emulation, each with kernels of its own: with `-m full`."""
+NAMES = [name for name in (*cases.CASES, *ranks.CASES) if name not in FORWARDING]
 
 
 def wanted(n: int) -> list[str]:
@@ -138,6 +140,13 @@ def test_case(n: int, name: str, clients: dict[str, str]) -> None:
     if name in found.failed:
         pytest.fail(found.failed[name] + "\n" + "\n".join(found.facts[-3:]), pytrace=False)
     assert name in found.passed
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", FORWARDING)
+def test_forwarding_links(name: str, clients: dict[str, str]) -> None:
+    done = launch.mpirun(2, ["-m", "tests.gpu.cases", name, "--dtypes", "float32"], timeout=90, env=clients)
+    assert f"PASS {name} " in done.stdout, said(done)
 
 
 def said(done: subprocess.CompletedProcess[str]) -> str:
