@@ -190,7 +190,10 @@ def never_slower(runs: Sequence[Run]) -> Iterator[Outcome]:
 
 
 def floors(runs: Sequence[Run], goal: Goal = FLOOR) -> Iterator[Outcome]:
-    """The worst of our fastest protocols' multiples up to 16 KiB, for each launch feature."""
+    """The worst of our fastest protocols' multiples up to 16 KiB, for each launch feature.
+
+    The floor holds the protocol's hops where the run measured what one takes: no kernel that communicates can do without.
+    """
     for run in runs:
         try:
             frame = _of_graphs(run, "all_reduce")
@@ -199,9 +202,13 @@ def floors(runs: Sequence[Run], goal: Goal = FLOOR) -> Iterator[Outcome]:
         best = frames.fastest(frame[frame["nbytes"] <= FLOOR_UP_TO], frames.OURS)
         best = best[best["floor_multiple"].notna() & ~best["masked"]]
         for (launch,), of_it in frames.grouped(best, ["dependent_launch"]):
-            row = rows(of_it.sort_values("floor_multiple", ascending=False, kind="stable").head(1))[0]
-            value, low, high = (row[c] / row["floor_us"] for c in ("latency_us", "low_us", "high_us"))
+            hop_us = run.one_way_us or 0.0
+            of_it = of_it.assign(least_us=of_it["floor_us"] + of_it["rounds"] * hop_us)
+            of_it = of_it.assign(multiple=of_it["latency_us"] / of_it["least_us"])
+            row = rows(of_it.sort_values("multiple", ascending=False, kind="stable").head(1))[0]
+            value, low, high = (row[c] / row["least_us"] for c in ("latency_us", "low_us", "high_us"))
             says = f"at {row['protocol']}, {format_size(int(row['nbytes']))} among {row['ranks']}; {len(of_it)} points"
+            says += f"; with {hop_us:.2f} us a hop" if hop_us else "; without a hop's time, which the run lacks"
             yield outcome(goal, str(launch), value, low, high, says)
         if len(best):
             return

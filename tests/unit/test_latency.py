@@ -53,6 +53,13 @@ def lines(found: pd.DataFrame, goal: Goal) -> dict[str, Any]:
     return {str(row.where): row for row in of_it.itertuples()}
 
 
+def test_the_floor_holds_the_hops_where_one_was_measured(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(run.launches[0], "one_way_us", 0.5)
+    hop = lines(latency.targets([run]), FLOOR)["late"]  # 4 x 0.7 over 2 and half a microsecond for the one hop
+    assert hop.value == pytest.approx(2.8 / 2.5, rel=0.02)
+    assert "0.50 us a hop" in hop.says
+
+
 def test_each_target_has_a_verdict_with_its_interval(found: pd.DataFrame) -> None:
     median = lines(found, EIGHT[0])
     assert set(median) == {"8 ranks, none", "8 ranks, late"}
