@@ -22,6 +22,7 @@ def test_host_memory_between_ranks() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.full
 def test_map_on_the_cpu_backend(tmp_path: Path) -> None:
     args = ["-m", "experiments.links", "map", "--backend", "cpu", "--samples", "6", "--out", str(tmp_path)]
     done = launch.mpirun(2, args, timeout=120)

@@ -332,6 +332,7 @@ def test_a_disk_that_fills_up_in_the_middle_ends_every_rank(tmp_path: Path) -> N
     assert run.owed
 
 
+@pytest.mark.full
 def test_a_wrong_variant_is_never_timed(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(WRONG_RESULT)

@@ -46,6 +46,7 @@ def without_mpi4py(tmp_path: Path) -> dict[str, str]:
     return {**env, "PYTHONPATH": os.pathsep.join([str(tmp_path), env["PYTHONPATH"]])}
 
 
+@pytest.mark.full
 def test_ranks_of_torchrun_need_no_mpi4py(without_mpi4py: dict[str, str]) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(

@@ -135,7 +135,7 @@ def test_enumeration_goes_through_all_schedules(shipped: Kernels) -> None:
     assert 50 < few.schedules < more.schedules / 10
 
 
-@pytest.mark.parametrize("name", ["one_shot.ll", "one_shot.lamport16"])
+@pytest.mark.parametrize("name", ["one_shot.ll", pytest.param("one_shot.lamport16", marks=pytest.mark.full)])
 def test_enumeration_with_three_departures(shipped: Kernels, name: str) -> None:
     tally = Tally(protocol(name), 2, NVLINK)
     exhaust(tally, shipped, departures=3)
