@@ -215,7 +215,7 @@ def planned(launch: str, channels: int, shape: tuple[int, int] | None, name: str
     comm: Any = SimpleNamespace(
         backend=backend, world_size=8, rank=0, slabs=[0] * 8, timeout_s=1.0, gpu=GpuShare("9.0", 16, 132),
         layout=SlabLayout(8, 1 << 20, channels), dependent_launch=launch, selector=SimpleNamespace(shape=lambda *_: None),
-        _keep_grid=lambda *_: None, link=None, link_compiled=0, variant=SHIPPED,
+        _keep_grid=lambda *_: None, link=None, link_compiled=0, _queues=lambda *_: None, variant=SHIPPED,
     )  # fmt: skip
     made = Plan(comm, protocol(name), "float32", 1 << 18, 0, None if shape is None else LaunchShape(*shape), True)
     return made.shape.blocks, made.shape.threads
