@@ -201,7 +201,11 @@ def test_dependent_launch_waits_first_and_triggers_last(p: Protocol, launch: str
 @pytest.mark.parametrize(
     ("pattern", "by", "said"),
     [
-        (r"(\n  )launch_wait\(\);(.*?const Turn<Wire> turn\(p\);)", r"\2\1launch_wait();", "before the wait"),
+        (
+            r"(slots\(p, p\.region\[0\], 0\);)\n  launch_wait\(\);(.*?const Turn<Wire> turn\(p\);)",
+            r"\1\2\n  launch_wait();",
+            "before the wait",
+        ),
         (r"\n  launch_wait\(\);", "", "does not wait"),
         (r"\n  late_trigger\(\);", "", "0 triggers"),
         (r"(\n  turn\.rearm\(p, p\.region\[0\]\);)", r"\1 late_trigger();", "behind the trigger"),
