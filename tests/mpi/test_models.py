@@ -123,6 +123,7 @@ def job(arguments: Sequence[str], cache: Path, timeout: float = 90) -> tuple[str
     return done.stdout, done.stderr
 
 
+@pytest.mark.full
 def test_a_calibration_is_found_by_the_next_job(cache: Path) -> None:
     out, _ = job([*CALIBRATE, "--calls", "20", "--save"], cache)
     (path,) = (cache / "models").iterdir()

@@ -125,6 +125,7 @@ def test_a_killed_sweep_is_readable_and_resumes_to_a_complete_run(tmp_path: Path
     assert len(experiments.load(path).launches) == 2
 
 
+@pytest.mark.full
 def test_a_search_of_launch_shapes_and_a_second_launch_into_the_same_folder(tmp_path: Path) -> None:
     """On the cpu backend a search finds what it likes: here, that half the grid is best, for ours and for baselines."""
     script, path = tmp_path / "script.py", tmp_path / "folder" / "run"
