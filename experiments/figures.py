@@ -17,7 +17,7 @@ from experiments import counted, frames, plots
 from experiments.tables import latency_csv
 from fcomm import bootstrap, records
 from fcomm.cli import Parser, folder, listed
-from fcomm.errors import ArgumentError, FcommError
+from fcomm.errors import ArgumentError, FcommError, RecordError
 from fcomm.source import LAUNCHES
 
 if TYPE_CHECKING:
@@ -226,6 +226,8 @@ COUNTED = "counted"
 def _counted(run: Run, out: Path) -> str:
     """Writes the counted table for the run's sizes and its largest rank count; returns the Markdown of two of the sizes."""
     frame = frames.measured(run)
+    if frame.empty:
+        raise RecordError(f"{run.path} has no times of two or more ranks: start ranks with mpirun -n N")
     sizes = sorted(int(b) for b in frame["nbytes"].unique())
     every = counted.counted(sizes, [int(frame["ranks"].max())])
     records.write_whole(out / f"{COUNTED}.csv", latency_csv(every))

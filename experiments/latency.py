@@ -344,6 +344,8 @@ def breakdown_table(stages: pd.DataFrame) -> str:
 def _counted_table(runs: Sequence[Run], arch: str | None) -> str:
     frame = frames.measured(runs[0])
     sizes = sorted(int(b) for b in frame["nbytes"].unique())
+    if not sizes:
+        raise RecordError("the runs have no times of two or more ranks: start ranks with mpirun -n N")
     few = dict.fromkeys((sizes[0], sizes[len(sizes) // 2]))
     return counted.markdown(counted.counted(list(few), [int(frame["ranks"].max())], arch=arch), arch)
 

@@ -202,6 +202,9 @@ def matrix(frame: pd.DataFrame, columns: Sequence[str], label: bool) -> Iterator
 
 def caption(run: Run, frame: pd.DataFrame, l2_gbps: float | None = None) -> Iterator[str]:
     """What a reader must know about the figures of a table: where and how they were taken, and what they are not."""
+    if frame.empty:
+        yield f"No times of two or more ranks; taken on the {run.taken_on}. Start ranks with mpirun -n N."
+        return
     first = rows(frame.head(1))[0]
     yield (
         f"{first['collective'].replace('_', '-')}, {first['dtype']}, mode {first['mode']}, dependent launch "

@@ -251,7 +251,7 @@ class SlabLayout:
 def error_message(record: np.void, protocol_names: list[str], world_size: int) -> str:
     """One sentence about an expired wait."""
     return (
-        f"rank {record['rank']} gave up waiting for rank {record['peer']} of {world_size} in call {record['epoch']} "
+        f"rank {record['rank']} gave up waiting for rank {record['peer']} of {world_size} in call {int(record['epoch']) - 1} "
         f"({protocol_names[int(record['protocol'])]}, {record['nbytes']} bytes, channel {record['channel']}): block "
         f"{record['block']} of {record['blocks']} ({record['blocks_started']} started) did not see epoch "
         f"{record['epoch']} in cell {record['cell']}, where it last read "

@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 
 import experiments
-from experiments import latency
+from experiments import figures, frames, latency, tables
 from experiments.latency import EIGHT, FLOOR, Goal, outcome
 from fcomm import bootstrap
 from fcomm.errors import ArgumentError, RecordError, SetupError
@@ -238,3 +238,14 @@ def test_a_sweep_that_leaves_nothing_is_told(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(subprocess, "run", lambda command, **how: subprocess.CompletedProcess(command, 3))
     with pytest.raises(SetupError, match=r"the sweep of all_reduce left no records \(exit code 3\)"):
         latency.take(latency.Take("all_reduce", 2, ()), tmp_path / "run")
+
+
+def test_a_run_of_one_rank_is_no_traceback(run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One rank copies: such a run has cases, and no time of a collective."""
+    monkeypatch.setattr(frames, "measured", lambda *_, **__: run.latency.head(0))
+    assert list(tables.caption(run, run.latency.head(0))) == [
+        f"No times of two or more ranks; taken on the {run.taken_on}. Start ranks with mpirun -n N."
+    ]
+    for command in (lambda: figures._counted(run, tmp_path), lambda: latency._counted_table([run], None)):
+        with pytest.raises(RecordError, match=r"no times of two or more ranks: start ranks with mpirun -n N$"):
+            command()

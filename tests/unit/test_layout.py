@@ -218,7 +218,7 @@ def test_an_error_record_becomes_one_sentence() -> None:
     record["seen"] = (0xDEAD, 0xBEEF, 0, 1)
     text = layout.error_message(record, ["one_shot.ll"], 8)
     assert text.startswith(
-        "rank 1 gave up waiting for rank 3 of 8 in call 77 (one_shot.ll, 8589934592 bytes, channel 0)"
+        "rank 1 gave up waiting for rank 3 of 8 in call 76 (one_shot.ll, 8589934592 bytes, channel 0)"
     )
     assert "block 4 of 6 (5 started)" in text
     assert "cell 9" in text
