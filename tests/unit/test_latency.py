@@ -248,4 +248,4 @@ def test_a_run_of_one_rank_is_no_traceback(run: Any, monkeypatch: pytest.MonkeyP
     ]
     for command in (lambda: figures._counted(run, tmp_path), lambda: latency._counted_table([run], None)):
         with pytest.raises(RecordError, match=r"no times of two or more ranks: start ranks with mpirun -n N$"):
-            command()
+            command()  # type: ignore[no-untyped-call]
